@@ -21,8 +21,6 @@ Pure index arithmetic over tensors: nothing here knows of process groups.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -33,28 +31,6 @@ GATHERED = 8
 """Default limit of the size of an inner group."""
 WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 """Dtypes of positions."""
-ATTRIBUTE = "mtraining_part"
-"""The attribute of what :func:`stripe` returns that has its :class:`Part`. Copies of a tensor lose it."""
-
-
-class Part(NamedTuple):
-    """Which part of the sequence a tensor is, as :func:`stripe` was asked for it."""
-
-    cp_rank: int
-    cp_size: int
-    block_size: int
-    inner: int
-
-    def __str__(self) -> str:
-        return (
-            f"the part of rank {self.cp_rank} of {self.cp_size}, in blocks of {self.block_size} tokens and "
-            f"inner groups of {self.inner} ranks"
-        )
-
-
-def part_of(tensor) -> Part | None:
-    """What :func:`stripe` says of a tensor that it has returned; None of any other."""
-    return getattr(tensor, ATTRIBUTE, None)
 
 
 def check_rank(cp_rank: int, cp_size: int) -> None:
@@ -141,8 +117,7 @@ def stripe(
         inner: ranks of an inner group, as for :func:`inner_size`.
 
     Returns:
-        A contiguous tensor, ``seq_length // cp_size`` long in ``dim``, of which :func:`part_of` tells the
-        layout (the tensor itself at size 1).
+        A contiguous tensor, ``seq_length // cp_size`` long in ``dim`` (the tensor itself at size 1).
 
     Raises:
         ConfigError: the length is not a multiple of ``block_size * cp_size``, there is no such rank or
@@ -158,9 +133,7 @@ def stripe(
     local = torch.arange(seq_length // (block_size * cp_size), device=tensor.device)
     blocks = tensor.unflatten(dim, (-1, block_size))
     blocks = blocks.index_select(dim, block_at(local, cp_rank, cp_size, inner))
-    part = blocks.flatten(dim, dim + 1).contiguous()
-    setattr(part, ATTRIBUTE, Part(cp_rank, cp_size, block_size, inner))
-    return part
+    return blocks.flatten(dim, dim + 1).contiguous()
 
 
 def unstripe(
@@ -276,33 +249,3 @@ def _checked_positions(name: str, positions: Tensor, end: int | None) -> Tensor:
         limit = "" if end is None else f", and less than the {end} tokens of the sequence"
         raise ConfigError(f"{name} have {first}: give numbers of 0 or more{limit}")
     return positions
-
-
-def stripe_batch(
-    batch: dict, cp_rank: int, cp_size: int, block_size: int, inner: int | None = None
-) -> dict:
-    """Slice the tensors of a training batch for one rank.
-
-    Args:
-        batch: tensors ``[b, s]`` by name, and perhaps ``attention_mask`` ``[b, 1, s, s]``, which is sliced by
-            query row; other entries stay as they are.
-
-    Returns:
-        The same dict, its tensors replaced by this rank's parts.
-
-    Raises:
-        ConfigError: as for :func:`stripe`, or tensors are not of one sequence length; nothing is replaced.
-    """
-    if not isinstance(batch, dict):
-        raise ConfigError(f"the batch is a {type(batch).__name__}: give a dict of tensors")
-    parts, lengths = {}, {}
-    for name, value in batch.items():
-        if isinstance(value, Tensor):
-            dim = 2 if name == "attention_mask" else 1
-            parts[name] = stripe(value, cp_rank, cp_size, block_size, dim, inner)
-            lengths[name] = value.shape[dim]
-    if len(set(lengths.values())) > 1:
-        shown = ", ".join(f"{name} {length}" for name, length in lengths.items())
-        raise ConfigError(f"the tensors of the batch are not of one sequence length: {shown}")
-    batch.update(parts)
-    return batch

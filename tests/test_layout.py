@@ -8,7 +8,7 @@ import torch
 
 from megatron_mtraining import layout
 from megatron_mtraining.config import ConfigError
-from megatron_mtraining.layout import locate, stripe, stripe_batch, token_positions, unstripe
+from megatron_mtraining.layout import locate, stripe, token_positions, unstripe
 
 NODES = [(1, 1), (2, 2), (2, 1), (3, 3), (4, 2), (6, 3), (6, 2), (12, 4)]  # ranks, ranks of a node
 every_shape = pytest.mark.parametrize(("world", "inner"), NODES)
@@ -51,25 +51,6 @@ def test_ranks_have_equal_sums_of_positions():
     blocks."""
     sums = {int(token_positions(64 * 8 * 6, rank, 8, 64).sum()) for rank in range(8)}
     assert len(sums) == 1
-
-
-def test_batch_keeps_none_and_slices_the_mask_by_query():
-    seq = 256
-    batch = {
-        "tokens": torch.arange(seq)[None],
-        "labels": torch.arange(1, seq + 1)[None],
-        "loss_mask": torch.rand(1, seq),
-        "position_ids": torch.arange(seq)[None],
-        "attention_mask": torch.ones(1, 1, seq, seq).triu(1).bool(),
-        "cu_seqlens": None,
-    }
-    full = dict(batch)
-    got = stripe_batch(batch, 1, 2, 64)
-    positions = token_positions(seq, 1, 2, 64)
-    for name in ("tokens", "labels", "loss_mask", "position_ids"):
-        assert torch.equal(got[name], full[name][:, positions])
-    assert torch.equal(got["attention_mask"], full["attention_mask"][:, :, positions])
-    assert got["cu_seqlens"] is None
 
 
 @pytest.mark.parametrize(("length", "world"), [(100, 1), (192, 2), (0, 2)])
@@ -115,11 +96,6 @@ NO_LAYOUTS = {
     ),
     "a sparse tensor": (lambda: layout.stripe(TOKENS.to_sparse(), 0, 2, 64, 1), "torch.sparse_coo"),
     "a nested tensor": (lambda: layout.stripe(nested(), 0, 2, 64, 1), "nested"),
-    "a batch that is no dict": (lambda: layout.stripe_batch([TOKENS], 0, 2, 64), "batch is a list"),
-    "a batch of two lengths": (
-        lambda: layout.stripe_batch({"tokens": TOKENS, "labels": TOKENS[:, :256]}, 0, 2, 64),
-        "tokens 512, labels 256",
-    ),
 }
 
 
@@ -164,10 +140,3 @@ def test_positions_of_a_small_dtype_are_located():
     rank, local = locate(positions, 8, 64)
     assert rank.tolist() == [1, 3] and local.tolist() == [36, 8]
     assert rank.dtype == local.dtype == torch.int64
-
-
-def test_a_batch_that_cannot_be_striped_stays_as_it_is():
-    batch = {"tokens": TOKENS, "labels": TOKENS[:, :100]}
-    with pytest.raises(ConfigError, match="100 tokens"):
-        stripe_batch(batch, 0, 2, 64)
-    assert batch["tokens"] is TOKENS

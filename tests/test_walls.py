@@ -16,7 +16,7 @@ FLOORS = [
     ["requirements", "tensors", "files", "switches"],
     ["layout"],
     ["checkout", "cp_group", "stream_graphs", "visibility"],
-    ["agreement"],
+    ["agreement", "relayout"],
     ["kernels.limits", "kernels.types"],
     ["kernels.common"],
     ["kernels.attention", "kernels.selection", "kernels.loss"],

@@ -162,6 +162,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "loss": kernel_tables.loss,
     "peers": peer_tables.peers,
     "peers_refused": peer_tables.refused,
+    "borders": ring_tables.borders,
     "layers": ring_tables.layers,
     "layers_shorter": ring_tables.layers_shorter,
     "layers_two": ring_tables.layers_two,

@@ -71,6 +71,23 @@ layers = _layers_of(_is_whole)
 layers_shorter = _layers_of(lambda row: not _is_whole(row))
 
 
+borders = Table(
+    "borders",
+    {
+        "hidden size": "{hidden:,}",
+        "ms, one sequence": lambda row: cell("{ms:.1f}", row),
+        "ms, 16 packed sequences": lambda row: cell("{ms:.1f}", row["used"][1]),
+    },
+    newest=("hidden", "sequences", "tokens", "ranks"),
+    find=lambda found: [
+        {**one, "used": (one, other)}
+        for one in found
+        for other in found
+        if one["sequences"] < other["sequences"] and one["hidden"] == other["hidden"]
+    ],
+)
+
+
 def _over_mean(times) -> float:
     return max(times) * len(times) / fsum(times)
 

@@ -94,7 +94,6 @@ REFUSALS = (
         "only position embeddings that can be striped over ranks are supported",
         "use rope, yarn, learned_absolute or none",
     ),
-    Refusal("sft", unset, THD, LEAVE_OUT),
     Refusal("rl_use_sequence_packing", unset, THD, LEAVE_OUT),
     Refusal("sequence_packing_scheduler", unset, THD, LEAVE_OUT),
     Refusal("use_varlen_dataset", unset, THD, LEAVE_OUT),

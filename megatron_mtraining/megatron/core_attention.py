@@ -138,8 +138,8 @@ class MTrainingAttention(MegatronModule):
         Args:
             query: ``[s/cp, b, heads, d]``, bf16, fp16 or fp32, in the striped layout.
             key, value: ``[s/cp, b, query groups, d]``, any strides.
-            attention_mask: None, or bool ``[b or 1, 1, s/cp, s]``, True where a key is hidden: must hide what
-                causal attention within documents does not see.
+            attention_mask: None, or without context parallelism bool ``[b or 1, 1, s, s]``, True where a key
+                is hidden: must hide what causal attention within documents does not see.
             attn_mask_type: causal, or None for the one given at construction.
             attention_bias: must be None.
             packed_seq_params: None, or packed documents (:func:`~.packed_documents.packed_seq_params_of`).
@@ -159,8 +159,8 @@ class MTrainingAttention(MegatronModule):
         if attn_mask_type is not None:
             _check_mask_type(attn_mask_type, place)
         if attention_mask is not None:
-            cp = cp_group_of(self.cp_group, self.cp_inner)
-            check_mask(attention_mask, query, documents, cp, self.mtraining.block_size, place)
+            ranks = cp_group_of(self.cp_group, self.cp_inner).world
+            check_mask(attention_mask, query, documents, ranks, place)
         replay = recompute.saved_call(self, query)
         given = replay or recompute.Replay()
         call = given.call
@@ -288,4 +288,4 @@ def _hint(query: Tensor, key: Tensor) -> str:
     """What operands that are not whole sequences come from."""
     if query.dim() == 4 and query.shape[:2] == key.shape[:2]:
         return ""
-    return "; neither packed (THD) sequences nor inference with a key-value cache are supported"
+    return "; inference with a key-value cache is not supported"

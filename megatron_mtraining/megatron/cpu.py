@@ -22,6 +22,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..errors import ConfigError
+from ..relayout import zigzag_owner
 
 CPU = torch.device("cpu")
 ARGUMENTS = {
@@ -197,7 +198,9 @@ def install_torch() -> None:
 
 
 def install_core() -> None:
-    """megatron-core's random states, from the one generator that there is, and sizes of all-to-alls."""
+    """megatron-core's random states, from the one generator that there is, sizes of all-to-alls, and the one
+    function of Transformer Engine that packed sequences need."""
+    from megatron.core import utils
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
@@ -215,6 +218,14 @@ def install_core() -> None:
     # Megatron's own leaves CPU tensors as they are, and the all-to-all of experts takes no tensors as sizes.
     for module in (moe_utils, token_dispatcher):
         module.maybe_move_tensor_to_cpu = on_host
+
+    def thd_get_partitioned_indices(cu_seqlens, total_tokens, cp_size, cp_rank):
+        rank, at = zigzag_owner(cu_seqlens.diff().tolist(), cp_size)
+        own = (rank == cp_rank).nonzero().flatten()
+        return own[at[own].argsort()]
+
+    if getattr(utils, "tex", None) is None:
+        utils.tex = SimpleNamespace(thd_get_partitioned_indices=thd_get_partitioned_indices)
 
 
 def install_training() -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import inspect
 
-from ..config import ConfigError, option
-from ..layout import Part
+from ..config import ConfigError
 from . import packed_documents
 from .arguments import settings
 from .backend import is_active, training_arguments
+from .borders import borders_of
 from .checks import inner_group_size
-from .options import config_from_args
 from .ranks import check_ranks
 from .rotary_options import pass_on, warn_of_dropped
 from .run_state import RUN
@@ -53,7 +52,6 @@ def wrap_gpt_model(original):
                 "in Megatron's own context-parallel layout, which attention backend mtraining "
                 "does not use; leave it out"
             )
-        _check_one_layout(config)
         if given.get("position_embedding_type") == "yarn":
             rotary_embedding.check_yarn_fields(config)
         pass_on(given, training_arguments())
@@ -65,33 +63,12 @@ def wrap_gpt_model(original):
         group = self.pg_collection.cp
         size = 1 if group is None else group.size()
         inner = inner_group_size(config, size, ours.gathered_ranks, command_line=False)
-        self.mtraining_part = Part(group.rank(), size, ours.block_size, inner) if size > 1 else None
+        self.mtraining_borders = borders_of(self, ours.block_size, inner)
         embedding = getattr(self, "rotary_pos_emb", None)
         if embedding is not None:
             rotary_embedding.stripe_embedding(embedding, group, ours.block_size, inner)
 
     return __init__
-
-
-def _check_one_layout(config) -> None:
-    """The batch is striped by the command line's settings, the model by its config's."""
-    arguments = training_arguments()
-    if arguments is None or not is_active(arguments):
-        return
-    for name in ("block_size", "gathered_ranks"):
-        batch, model = (getattr(s, name) for s in (config_from_args(arguments), settings(config)))
-        if batch != model:
-            raise ConfigError(
-                f"config.mtraining has {name} {model}, but {option(name)}, which batches are sliced by, is "
-                f"{batch}: make them equal"
-            )
-    name = "hierarchical_context_parallel_sizes"
-    batch, model = ([*(getattr(s, name, None) or ())] for s in (arguments, config))
-    if batch != model:
-        raise ConfigError(
-            f"config.{name} is {model}, but --{name.replace('_', '-')}, which batches are sliced "
-            f"by, is {batch}: make them equal"
-        )
 
 
 def wrap_any_model(original):

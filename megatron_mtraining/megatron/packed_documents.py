@@ -1,17 +1,19 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Packed documents, from the batch to the layers.
 
-Documents are known where the whole batch is, before it is sliced: from position ids that restart, which
-Megatron's data sets make with ``--reset-position-ids``, an end-of-document token being the last of its
-document. They go with the batch's own tensors to the model, and from there as its ``packed_seq_params`` to
-all layers, of this microbatch and no other: also in a replay under activation recomputation. With
-``--dataloader-inter-document-masking`` Megatron brings lengths of documents itself, on all pipeline stages.
+The model is told of documents by ``packed_seq_params``, as by Megatron's packed sequences (``--sft``,
+``--dataloader-inter-document-masking``, trainers that are built on Megatron), or, with
+``--reset-attention-mask``, by position ids that restart, which Megatron's data sets make with
+``--reset-position-ids``, an end-of-document token being the last of its document. It hands them as
+``packed_seq_params`` to all layers, of this microbatch and no other: also in a replay under activation
+recomputation.
 """
 
 from __future__ import annotations
 
 import inspect
 
+import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
@@ -19,48 +21,46 @@ from ..config import ConfigError
 from ..tensors import check_values
 from ..visibility import MOST_TOKENS, VisibleRanges
 from .backend import is_active, training_arguments
-from .inputs import check_parts
-
-ATTRIBUTE = "mtraining_documents"
-"""The attribute of a batch's tensors that has their documents."""
+from .borders import Borders, whole_sequence
 
 
 class DocumentParams(PackedSeqParams):
     """What layers are given of documents: sequences stay ``[s, b, ...]``, and nothing but our core attention
-    looks at it. Made by :func:`packed_seq_params_of`."""
+    and :mod:`.borders` looks at it. Made by :func:`packed_seq_params_of`."""
 
     documents: VisibleRanges
+    lengths: tuple[int, ...] | None
+    """Tokens of the sequences that Megatron's context-parallel layout cuts apart; None for the whole
+    sequence. Fewer, together, than tokens of the documents, where the last of these is padding."""
 
 
-def packed_seq_params_of(documents: VisibleRanges) -> DocumentParams:
+def packed_seq_params_of(
+    documents: VisibleRanges, lengths: tuple[int, ...] | None = None
+) -> DocumentParams:
     """``packed_seq_params`` of a forward of the model, for training loops that make their own batches."""
     if not isinstance(documents, VisibleRanges):
         raise ConfigError(f"documents are a {type(documents).__name__}: give VisibleRanges")
     length = documents.seq_length  # positions of the rotary table
     params = DocumentParams(qkv_format="sbhd", max_seqlen_q=length, max_seqlen_kv=length)
-    params.documents = documents
+    params.documents, params.lengths = documents, lengths
     return params
 
 
-def attach_documents(batch: dict, documents: VisibleRanges) -> None:
-    """Attach a batch's documents to its tokens and position ids, which the model is given."""
-    for name in ("tokens", "position_ids"):
-        if batch.get(name) is not None:
-            setattr(batch[name], ATTRIBUTE, documents)
-
-
-def attached_documents(*tensors: Tensor | None) -> VisibleRanges | None:
-    """The documents attached to any of a batch's tensors."""
-    for tensor in tensors:
-        if isinstance(tensor, Tensor) and hasattr(tensor, ATTRIBUTE):
-            return getattr(tensor, ATTRIBUTE)
-    return None
+APART = ("reset_attention_mask", "dataloader_inter_document_masking", "sft")
+"""Megatron-LM's arguments that ask for attention within documents."""
+SFT_ON_ALL_STAGES = (0, 17)
+"""The first Megatron that tells all pipeline stages of the sequences of ``--sft``."""
 
 
 def masks_documents(arguments) -> bool:
     """Whether a run's arguments ask for attention within documents."""
-    names = ("reset_attention_mask", "dataloader_inter_document_masking")
-    return any(getattr(arguments, name, False) for name in names)
+    return _asked(arguments) is not None
+
+
+def _asked(arguments) -> str | None:
+    """The option that asks for it."""
+    names = [name for name in APART if getattr(arguments, name, False)]
+    return "--" + names[0].replace("_", "-") if names else None
 
 
 def check_documents(args) -> None:
@@ -69,11 +69,9 @@ def check_documents(args) -> None:
     Raises:
         ConfigError: names the option and what to do.
     """
-    if not masks_documents(args):
+    asked = _asked(args)
+    if asked is None:
         return
-    asked = "--dataloader-inter-document-masking"
-    if getattr(args, "reset_attention_mask", False):
-        asked = "--reset-attention-mask"
     if args.seq_length is not None and args.seq_length > MOST_TOKENS:
         raise ConfigError(
             f"{asked} does not work with --seq-length {args.seq_length}: use at most {MOST_TOKENS}"
@@ -85,7 +83,8 @@ def check_documents(args) -> None:
         )
     stages = getattr(args, "pipeline_model_parallel_size", None) or 1
     if asked != "--reset-attention-mask":
-        _check_stages(args, asked, stages)
+        if asked != "--sft" or not _is_from(SFT_ON_ALL_STAGES):
+            _check_stages(args, asked, stages)
         _check_expert_loss(args, asked)
         return
     if stages > 1:
@@ -103,6 +102,12 @@ def check_documents(args) -> None:
             f"{kind}: documents are recognized by position ids that restart, which change what such a model "
             "learns; give both"
         )
+
+
+def _is_from(version: tuple[int, int]) -> bool:
+    from megatron.core import __version__
+
+    return tuple(int(part) for part in __version__.split(".")[:2]) >= version
 
 
 def _check_stages(args, asked: str, stages: int) -> None:
@@ -158,8 +163,8 @@ def fill_in_documents(args) -> list[str]:
 
 
 def wrap_forward(original):
-    """``GPTModel.forward`` or ``build_schedule_plan`` that takes tensors of the model's own layout only, and
-    hands documents to the layers as :class:`DocumentParams`."""
+    """``GPTModel.forward`` or ``build_schedule_plan`` that hands documents to the layers as
+    :class:`DocumentParams`."""
     signature = inspect.signature(original)
 
     def forward(self, *args, **kwargs):
@@ -167,70 +172,104 @@ def wrap_forward(original):
             return original(self, *args, **kwargs)
         bound = signature.bind(self, *args, **kwargs)
         given = bound.arguments
-        check_parts(self, given)
         params = given.get("packed_seq_params")
-        documents = attached_documents(given.get("input_ids"), given.get("position_ids"))
-        if params is not None:
-            documents = _agreed(documents, _documents_of(params))
-        given["packed_seq_params"] = None
-        if documents is not None:
-            _check_length(documents, given.get("input_ids"), getattr(self, "pg_collection", None))
-            given["packed_seq_params"] = made = packed_seq_params_of(documents)
-            if getattr(self.config, "context_parallel_size", 1) == 1 and hasattr(
-                params, "tokens_per_sample"
-            ):
-                # MoE layers split samples by it. With context parallelism a rank's tokens mix samples.
-                made.tokens_per_sample = params.tokens_per_sample
+        given["packed_seq_params"] = made = _params_of_model(self, given)
+        if (
+            made is not None
+            and getattr(self.config, "context_parallel_size", 1) == 1
+            and hasattr(params, "tokens_per_sample")
+        ):
+            # MoE layers split samples by it. With context parallelism a rank's tokens mix samples.
+            made.tokens_per_sample = params.tokens_per_sample
         return original(*bound.args, **bound.kwargs)
 
     return forward
 
 
-def _documents_of(params) -> VisibleRanges:
-    is_ours = isinstance(params, DocumentParams)
-    return params.documents if is_ours else documents_from_packed_seq_params(params)
+def _params_of_model(model, given: dict) -> DocumentParams | None:
+    """The documents of a model's forward, by its arguments."""
+    params, borders = given.get("packed_seq_params"), getattr(model, "mtraining_borders", None)
+    arguments = training_arguments()
+    resets = is_active(arguments) and getattr(arguments, "reset_attention_mask", False)
+    if params is None and resets and (ids := given.get("position_ids")) is not None:
+        params = packed_seq_params_of(_documents_of_positions(ids, borders))
+    if params is None:
+        return None
+    if not isinstance(params, DocumentParams):
+        params = document_params(params, borders, _is_cut_whole(arguments))
+    _check_length(params, given.get("input_ids"), model)
+    _check_stages_of(params, model.config)
+    return params
 
 
-def _agreed(attached: VisibleRanges | None, given: VisibleRanges) -> VisibleRanges:
-    """The documents of ``packed_seq_params``, which must be those that the batch carries, if it does."""
-    if attached is None or attached is given:
-        return given
-    if not attached.start.equal(given.start.to(attached.start)):
-        raise ConfigError(
-            "packed_seq_params have other documents than the position ids of the batch: give one of them, or "
-            "slice the batch with documents=False"
-        )
-    return given
+def _documents_of_positions(ids: Tensor, borders: Borders | None) -> VisibleRanges:
+    """Documents begin where position ids ``[b, s / cp]`` are 0."""
+    if borders is not None:
+        ids = whole_sequence(ids, borders)
+    return VisibleRanges.from_position_ids(ids, check=False)
 
 
-def _check_length(documents: VisibleRanges, tokens: Tensor | None, pg_collection) -> None:
+def _is_cut_whole(arguments) -> bool:
+    """Whether Megatron's data loader cuts a batch of packed documents over context-parallel ranks as one
+    sequence, and not document by document."""
+    return (
+        is_active(arguments)
+        and getattr(arguments, "dataloader_inter_document_masking", False)
+        and not getattr(arguments, "sft", False)
+    )
+
+
+def _check_length(params: DocumentParams, tokens: Tensor | None, model) -> None:
     """Raise :class:`ConfigError` if documents are of another length than the sequence: the rotary table is
     made for theirs. A pipeline stage without tokens cannot tell."""
-    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or pg_collection is None:
+    groups = getattr(model, "pg_collection", None)
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or groups is None:
         return
-    group = getattr(pg_collection, "cp", None)
+    group = getattr(groups, "cp", None)
     length = tokens.shape[1] * (1 if group is None else group.size())
-    if documents.seq_length != length:
+    told = params.documents.seq_length if params.lengths is None else sum(params.lengths)
+    if told != length:
         raise ConfigError(
-            f"documents are of {documents.seq_length} tokens, but the sequence of {length} (over all "
-            "context-parallel ranks): give the documents of this batch"
+            f"documents are of {told} tokens, but the sequence of {length} (over all context-parallel "
+            "ranks): give the documents of this batch"
         )
 
 
-def documents_from_packed_seq_params(params: PackedSeqParams) -> VisibleRanges:
+def _check_stages_of(params: DocumentParams, config) -> None:
+    """Refuse padding to whole blocks where pipeline stages expect hidden states of the sequence's length."""
+    stages = getattr(config, "pipeline_model_parallel_size", 1)
+    varies = getattr(config, "variable_seq_lengths", False)
+    if params.lengths is None or stages == 1 or varies:
+        return
+    length, padded = sum(params.lengths), params.documents.seq_length
+    if padded != length:
+        raise ConfigError(
+            f"packed sequences have {length} tokens together, and attention backend mtraining pads them to "
+            f"{padded}, whole blocks on all context-parallel ranks: with {stages} pipeline stages pad the "
+            "last sequence to that, or set config.variable_seq_lengths"
+        )
+
+
+def document_params(
+    params: PackedSeqParams, borders: Borders | None = None, is_whole: bool = True
+) -> DocumentParams:
     """Documents of Megatron's packed sequences, one after the other in one sequence. Read on the host.
 
+    A padded sequence is one document: its padding comes last, where no token of it sees it.
+
+    Args:
+        borders: of the model, with context parallelism.
+        is_whole: context-parallel ranks have parts of the whole sequence, and not of each document.
+
     Raises:
-        ConfigError: there is padding between them, keys have other ones, or they are for another
-            context-parallel group.
+        ConfigError: keys have other documents, or they are for another context-parallel group.
     """
     if not isinstance(params, PackedSeqParams):
         raise ConfigError(
             f"packed_seq_params are a {type(params).__name__}: give Megatron's PackedSeqParams, or the "
             "result of megatron_mtraining.megatron.packed_documents.packed_seq_params_of(documents)"
         )
-    ends = params.cu_seqlens_q
-    if ends is None or getattr(params, "qkv_format", None) != "thd":
+    if params.cu_seqlens_q is None or getattr(params, "qkv_format", None) != "thd":
         raise ConfigError(
             "packed_seq_params are given without cu_seqlens_q: attention backend mtraining takes packed "
             "sequences (thd) with cu_seqlens_q"
@@ -240,33 +279,41 @@ def documents_from_packed_seq_params(params: PackedSeqParams) -> VisibleRanges:
             "packed_seq_params are given with a cp_group: attention backend mtraining does not "
             "support hybrid context parallelism"
         )
-    check_values(cu_seqlens_q=ends)
-    length = int(ends.flatten()[-1]) if ends.numel() else 0
-    documents = VisibleRanges.from_cu_seqlens(ends, length)
-    for name, why in (
-        ("cu_seqlens_q_padded", "does not support padding between documents"),
-        ("cu_seqlens_kv", "supports self-attention only"),
-        ("cu_seqlens_kv_padded", "does not support padding between documents"),
-    ):
-        others = getattr(params, name, None)
-        if others is None or others is ends:
-            continue
-        check_values(**{name: others})
-        if others.tolist() != ends.tolist():
-            raise ConfigError(
-                f"{name} of packed_seq_params differs from cu_seqlens_q: attention backend mtraining {why}"
-            )
-    _check_seq_idx(getattr(params, "seq_idx", None), documents)
-    return documents
+    ends = _ends(params, "q")
+    if not ends.equal(keys := _ends(params, "kv")):
+        raise ConfigError(
+            f"cu_seqlens_kv of packed_seq_params {keys.tolist()[:6]} differs from cu_seqlens_q "
+            f"{ends.tolist()[:6]}: attention backend mtraining supports self-attention only"
+        )
+    _check_seq_idx(getattr(params, "seq_idx", None), ends)
+    length = int(ends[-1]) if ends.numel() else 0
+    lengths = None if is_whole else tuple(each for each in ends.diff().tolist() if each)
+    padded = length if is_whole or borders is None else borders.padded(length)
+    if padded > length:
+        ends = torch.cat((ends, ends.new_tensor([padded])))
+    documents = VisibleRanges.from_cu_seqlens(ends, padded, params.cu_seqlens_q.device)
+    return packed_seq_params_of(documents, lengths)
 
 
-def _check_seq_idx(index: Tensor | None, documents: VisibleRanges) -> None:
+def _ends(params: PackedSeqParams, of: str) -> Tensor:
+    """``cu_seqlens`` of queries or of keys, with their padding, on the host; those of queries if keys have
+    none."""
+    for name in (f"cu_seqlens_{of}_padded", f"cu_seqlens_{of}"):
+        ends = getattr(params, name, None)
+        if ends is not None:
+            check_values(**{name: ends})
+            return ends.flatten().cpu()
+    return _ends(params, "q")
+
+
+def _check_seq_idx(index: Tensor | None, ends: Tensor) -> None:
     """Megatron's number of each token's document, where it is given, tells the same bounds."""
     if index is None:
         return
-    index = index.flatten()
-    bounds = documents.start[0].diff() != 0
-    if len(index) != documents.seq_length or not (index.diff() != 0).equal(bounds):
+    index = index.flatten().cpu()
+    bounds = (index.diff() != 0).nonzero().flatten() + 1
+    inner = ends.unique()[1:-1]
+    if len(index) != int(ends[-1]) or not bounds.equal(inner.long()):
         raise ConfigError(
             "seq_idx of packed_seq_params tells other documents than cu_seqlens_q: give one of them"
         )
@@ -287,11 +334,8 @@ def documents_for_layer(params, place: str) -> VisibleRanges | None:
         )
     arguments = training_arguments()
     if is_active(arguments) and masks_documents(arguments):
-        packs = getattr(arguments, "dataloader_inter_document_masking", False)
-        flag = "--dataloader-inter-document-masking" if packs else "--reset-attention-mask"
         raise ConfigError(
-            f"the {place} must keep documents apart ({flag}), but no documents are "
-            "given: give the model the tensors that get_batch_on_this_cp_rank has returned, or the result of "
-            "megatron_mtraining.megatron.packed_documents.packed_seq_params_of(documents)"
+            f"the {place} must keep documents apart ({_asked(arguments)}), but no documents are given: give "
+            "the model position_ids, or packed_seq_params"
         )
     return None

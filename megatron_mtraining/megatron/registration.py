@@ -35,7 +35,7 @@ def live_changes() -> tuple[LiveChange, ...]:
     """The table, in the order a run meets the functions. Importing the wrappers needs megatron-core."""
     from . import (
         arguments,
-        batch,
+        borders,
         checkpoint,
         density,
         gpt_model,
@@ -116,19 +116,11 @@ def live_changes() -> tuple[LiveChange, ...]:
             "and runs without batching and tuning, keep Megatron's.",
         ),
         LiveChange(
-            "megatron.core.utils",
-            "get_batch_on_this_cp_rank",
-            batch.wrap_get_batch,
-            "Slices the batch in the striped layout in place of zigzag order, and attaches the documents "
-            "of `--reset-attention-mask` to it.",
-        ),
-        LiveChange(
             gpt,
             "forward",
             gpt_model.wrap_forward,
             "Hands the documents of a batch to all layers as `packed_seq_params`, which every version "
-            "passes on. Sequences stay in the striped layout; Megatron would slice them document by "
-            "document. With context parallelism, refuses tensors that were not sliced in this layout.",
+            "passes on; as one sequence, which layers do not cut document by document.",
         ),
         LiveChange(
             gpt,
@@ -153,10 +145,18 @@ def live_changes() -> tuple[LiveChange, ...]:
         ),
         LiveChange(
             gpt,
+            "_preprocess",
+            borders.wrap_preprocess,
+            "With context parallelism, brings hidden states from Megatron's layout of tokens to the striped "
+            "one before the first layer.",
+        ),
+        LiveChange(
+            gpt,
             "_postprocess",
             output_layer.wrap_postprocess,
-            "Computes output layer and loss in chunks of tokens (`--mtraining-loss-chunk`): every version "
-            "computes both here, with the logits of all tokens between them.",
+            "Brings hidden states back to Megatron's layout after the last layer. Computes output layer and "
+            "loss in chunks of tokens (`--mtraining-loss-chunk`): every version computes both here, with the "
+            "logits of all tokens between them.",
         ),
         LiveChange(
             "megatron.training.training",
@@ -262,15 +262,9 @@ LIVE_STATE = (
         "logits are needed. Its `__name__` stays `ColumnParallelLinear`, which Megatron-FSDP looks for.",
     ),
     LiveState(
-        "`mtraining_documents` on `tokens` and `position_ids`",
-        "`packed_documents.py`, in `get_batch_on_this_cp_rank`",
-        "The documents of a microbatch, from the place where the whole batch is known to `GPTModel.forward`.",
-    ),
-    LiveState(
-        "`mtraining_part` on the batch's tensors and on the model",
-        "`layout.py`, in `get_batch_on_this_cp_rank`; `gpt_model.py`, in `GPTModel.__init__`",
-        "The layout that they were sliced in, which `GPTModel.forward` compares with the model's: tokens "
-        "that other code has sliced would give wrong results.",
+        "`model.mtraining_borders`",
+        "`borders.py`, in `GPTModel.__init__`",
+        "Over which ranks hidden states change their layout, and to which; None without context parallelism.",
     ),
     LiveState(
         "`mtraining_checked` on an `attention_mask`",

@@ -49,8 +49,10 @@ class _Striped:
                 del cache[next(iter(cache))]
             table = self.get_emb(max_seq_len, offset)
             table, rest = table if isinstance(table, tuple) else (table, None)
-            block_size, inner = self.mtraining_block_size, self.mtraining_inner
-            cache[key] = (stripe(table, rank, size, block_size, inner=inner), rest)
+            if size > 1:  # on one rank the last block may be partial
+                block_size, inner = self.mtraining_block_size, self.mtraining_inner
+                table = stripe(table, rank, size, block_size, inner=inner)
+            cache[key] = (table, rest)
         return cache[key]
 
 

@@ -31,7 +31,7 @@ BAD = {
         COST, dict(APART, rampup_batch_size=["8", "8", "100"]),
         "--mtraining-batching cost does not work with --rampup-batch-size 8 8 100: plans are made for",
     ),
-    "SFT": (COST, dict(APART, sft=True), "--sft is True"),
+    "SFT": (COST, dict(sft=True), "does not work with --sft: the lengths of its samples"),
     "length without documents": (LENGTH, {}, "has nothing to place by: attention crosses documents"),
     "mock data without documents": (COST, dict(mock_data=True), "nothing to balance with --mock-data"),
     "object storage": (

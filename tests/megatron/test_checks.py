@@ -19,7 +19,6 @@ REFUSED = {
     "window_size": (128, 0),
     "softmax_type": "learnable",
     "position_embedding_type": "mrope",
-    "sft": True,
     "rl_use_sequence_packing": True,
     "sequence_packing_scheduler": "dp_balanced",
     "use_varlen_dataset": True,

@@ -13,7 +13,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_mtraining import ConfigError, MTrainingConfig
+from megatron_mtraining import ConfigError
 from megatron_mtraining.megatron import gpt_model as model_module
 from megatron_mtraining.megatron import register, rotary_options
 from megatron_mtraining.models.environment import quietly, single_process
@@ -57,15 +57,6 @@ def test_other_models_are_refused(model, backend):
 def test_multi_token_prediction_is_refused():
     with pytest.raises(ConfigError, match="--mtp-num-layers"):
         build(config(AttnBackend["mtraining"]), mtp_block_spec=get_gpt_layer_local_spec())
-
-
-def test_batch_and_model_must_be_cut_alike(monkeypatch):
-    made = config(AttnBackend["mtraining"])
-    made.mtraining = MTrainingConfig.from_options(block_size=64)
-    arguments = Namespace(attention_backend=AttnBackend["mtraining"], mtraining_block_size=128)
-    monkeypatch.setattr(model_module, "training_arguments", lambda: arguments)
-    with pytest.raises(ConfigError, match="block_size 64.*--mtraining-block-size.*128"):
-        build(made)
 
 
 def test_yarn_without_its_settings_is_refused():

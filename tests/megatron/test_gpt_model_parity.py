@@ -5,6 +5,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_mtraining.relayout import zigzag
+from megatron_mtraining.visibility import VisibleRanges
 from tests.support.gpt_models import build, draw_batch, start
 from tests.support.ranks import run_ranks
 
@@ -13,6 +15,8 @@ NODES = {4: [2, 2]}
 """Hierarchical sizes of the runs that have some, by their ranks."""
 LENGTHS = [[1, 130, 64, 573], [300, 468]]
 """Of packed documents, by batch entry. Dense attention is run on them one by one."""
+PADDED, TOKENS = [24, 144, 72, 456, 48], [23, 144, 70, 441, 48]
+"""Of packed sequences with their padding, multiples of ``2 cp`` and no whole blocks together; and without."""
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 YARN = dict(
     yarn_rotary_scaling_factor=4.0, yarn_original_max_position_embeddings=128, yarn_beta_fast=32.0,
@@ -20,56 +24,101 @@ YARN = dict(
     yarn_correction_range_round_to_int=True,
 )  # fmt: skip
 CASES = {
-    # position embeddings, more of the config, and whether documents are packed
-    "rope": ("rope", {}, False),
-    "attention recomputed": ("rope", dict(recompute_granularity="selective"), False),
-    "everything recomputed": ("rope", FULL, False),
-    "yarn": ("yarn", YARN, False),
-    "learned positions": ("learned_absolute", {}, False),
-    "documents, everything recomputed": ("rope", FULL, True),
-    "documents, yarn": ("yarn", YARN, True),
-    "documents, learned positions": ("learned_absolute", {}, True),
+    # position embeddings, more of the config, and what is packed
+    "rope": ("rope", {}, ""),
+    "attention recomputed": ("rope", dict(recompute_granularity="selective"), ""),
+    "everything recomputed": ("rope", FULL, ""),
+    "yarn": ("yarn", YARN, ""),
+    "learned positions": ("learned_absolute", {}, ""),
+    "documents, everything recomputed": ("rope", FULL, "documents"),
+    "documents, yarn": ("yarn", YARN, "documents"),
+    "documents, learned positions": ("learned_absolute", {}, "documents"),
+    "sequences": ("rope", {}, "sequences"),
+    "sequences, learned positions": ("learned_absolute", FULL, "sequences"),
 }
 
 
 def model_of(case: str, ours: bool, size: int):
-    kind, more, _ = CASES[case]
+    kind, more, packed = CASES[case]
     config = dict(
         num_attention_heads=4, num_query_groups=2, context_parallel_size=size,
         hierarchical_context_parallel_sizes=NODES.get(size), **more,
     )  # fmt: skip
-    settings = dict(block_size=BLOCK, slash=SEQUENCE, vertical=0) if ours else None
+    length = sum(PADDED) if packed == "sequences" else SEQUENCE
+    settings = dict(block_size=BLOCK, slash=length, vertical=0) if ours else None
     return build(settings, config, position_embedding_type=kind, max_sequence_length=SEQUENCE)
 
 
-def batches_of(documents: bool, one_by_one: bool) -> list[dict]:
-    """The whole batch, or a batch of each document."""
-    batch = draw_batch(BATCH, SEQUENCE)
-    if not documents:
-        return [batch]
-    batch["position_ids"] = torch.stack([torch.cat(list(map(torch.arange, n))) for n in LENGTHS])
-    if not one_by_one:
-        return [batch]
+def whole_batch(packed: str) -> dict:
+    sequences = packed == "sequences"
+    batch = draw_batch(*((1, sum(PADDED)) if sequences else (BATCH, SEQUENCE)))
+    batch["loss_mask"] = torch.ones(batch["tokens"].shape)
+    if packed:
+        lengths = [PADDED] if sequences else LENGTHS
+        batch["position_ids"] = torch.stack(
+            [torch.cat(list(map(torch.arange, n))) for n in lengths]
+        )
+    if sequences:
+        batch["loss_mask"] = torch.cat([torch.arange(n) < own for n, own in zip(PADDED, TOKENS)])[
+            None
+        ].float()
+    return batch
+
+
+def one_by_one(batch: dict, packed: str) -> list[dict]:
+    """A batch of each document; of each sequence without its padding."""
     found = []
-    for entry, lengths in enumerate(LENGTHS):
+    for entry, lengths in enumerate([PADDED] if packed == "sequences" else LENGTHS):
         parts = {name: value[entry : entry + 1].split(lengths, 1) for name, value in batch.items()}
         found += [{name: part[i] for name, part in parts.items()} for i in range(len(lengths))]
-    return found
+    if packed == "documents":
+        return found
+    return [{name: value[:, :n] for name, value in own.items()} for own, n in zip(found, TOKENS)]
+
+
+def of_rank(batch: dict, packed: str, rank: int, size: int) -> dict:
+    """A rank's part of a batch, as Megatron cuts it: whole, or sequence by sequence."""
+    lengths = PADDED if packed == "sequences" else [SEQUENCE]
+    return {
+        name: torch.cat([zigzag(each, rank, size) for each in value.split(lengths, 1)], 1)
+        for name, value in batch.items()
+    }
+
+
+def params_of(batch: dict, packed: str):
+    """``packed_seq_params`` of the whole batch."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from megatron_mtraining.megatron.packed_documents import packed_seq_params_of
+
+    if packed == "documents":
+        return packed_seq_params_of(VisibleRanges.from_position_ids(batch["position_ids"]))
+    if not packed:
+        return None
+    ends, padded = (torch.tensor([0, *n]).cumsum(0).int() for n in (TOKENS, PADDED))
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded, max_seqlen_q=max(PADDED), max_seqlen_kv=max(PADDED),
+    )  # fmt: skip
 
 
 def train_once(case: str, model, rank: int = 0, size: int = 1, ours: bool = False) -> dict:
     """Loss and gradients of one batch, summed over the context-parallel ranks."""
     from megatron.core.pipeline_parallel.schedules import custom_backward
 
-    from megatron_mtraining.megatron.batch import slice_batch
-
-    documents, node = CASES[case][2], NODES.get(size, [None])[0]
-    loss = 0.0
-    for batch in batches_of(documents, one_by_one=not ours):
-        if ours:
-            batch = slice_batch(batch, rank, size, BLOCK, node, documents=documents)
-        losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-        loss = loss + losses.sum() / (BATCH * SEQUENCE)
+    packed = CASES[case][2]
+    batch = whole_batch(packed)
+    count, params, loss = batch["loss_mask"].sum(), None, 0.0
+    if ours:
+        batches, params = [of_rank(batch, packed, rank, size)], params_of(batch, packed)
+    else:
+        batches = one_by_one(batch, packed) if packed else [batch]
+    for batch in batches:
+        losses = model(
+            batch["tokens"], batch["position_ids"], None, labels=batch["labels"],
+            packed_seq_params=params,
+        )  # fmt: skip
+        loss = loss + (losses * batch["loss_mask"]).sum() / count
     custom_backward(loss, None)  # as training does; torch's own would leave the CPU shim
     result = {name: param.grad.clone() for name, param in model.named_parameters()}
     result["loss"] = loss.detach().clone()

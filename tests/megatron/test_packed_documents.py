@@ -11,19 +11,16 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron_mtraining import ConfigError
-from megatron_mtraining.layout import token_positions
 from megatron_mtraining.megatron import packed_documents
 from megatron_mtraining.megatron.arguments import ArgumentsError
 from megatron_mtraining.visibility import VisibleRanges
 from tests.support.megatron_cases import (
     BATCH_SEQUENCE,
-    BLOCK,
     check,
     make,
     operands,
     parse,
     run_with,
-    slice_by_megatron,
     whole_batch,
 )
 
@@ -32,39 +29,6 @@ LENGTHS = [[1, 130, 64, 573], [300, 468]]
 
 def restarting_ids() -> torch.Tensor:
     return torch.stack([torch.cat([torch.arange(n) for n in own]) for own in LENGTHS])
-
-
-def test_the_batch_carries_documents_where_they_are_kept_apart(monkeypatch, group):
-    expected = VisibleRanges.from_lengths(LENGTHS, BATCH_SEQUENCE).start
-    for apart in (False, True):
-        run_with(monkeypatch, AttnBackend.mtraining, reset_attention_mask=apart)
-        ours = slice_by_megatron(whole_batch(position_ids=restarting_ids()), group(1, 2))
-        positions = token_positions(BATCH_SEQUENCE, 1, 2, BLOCK)
-        assert torch.equal(ours["position_ids"], restarting_ids()[:, positions])
-        found = packed_documents.attached_documents(ours["tokens"], None)
-        assert (found is None) == (not apart)
-        if apart:
-            assert torch.equal(found.start, expected)
-            assert packed_documents.attached_documents(None, ours["position_ids"]) is found
-
-
-def test_position_ids_that_are_none_or_wrong_are_named(monkeypatch, group):
-    run_with(monkeypatch, AttnBackend.mtraining, reset_attention_mask=True)
-    with pytest.raises(ConfigError, match="no position_ids"):
-        slice_by_megatron(whole_batch(position_ids=None), group(0, 2))
-    wrong = restarting_ids()
-    wrong[1, 400] += 1
-    with pytest.raises(ConfigError, match="token 400 of batch entry 1"):
-        slice_by_megatron(whole_batch(position_ids=wrong), group(0, 2))
-
-
-def test_lengths_of_documents_stay_in_the_batch(monkeypatch, group):
-    run_with(monkeypatch, AttnBackend.mtraining, dataloader_inter_document_masking=True)
-    ends = torch.tensor([[0, 100, BATCH_SEQUENCE]], dtype=torch.int32)
-    ours = slice_by_megatron(
-        whole_batch(cu_seqlens=ends, max_seqlen=torch.tensor([668])), group(1, 3)
-    )
-    assert ours["cu_seqlens"] is ends and ours["tokens"].shape == (2, BATCH_SEQUENCE // 3)
 
 
 class Model:
@@ -79,16 +43,22 @@ class Model:
     wrapped = packed_documents.wrap_forward(forward)
 
 
-def test_the_model_gives_layers_what_the_batch_carries(monkeypatch, group):
+def test_the_model_gives_layers_the_documents_of_position_ids(monkeypatch):
+    batch = whole_batch(position_ids=restarting_ids())
+    run_with(monkeypatch, AttnBackend.mtraining)
+    assert Model().wrapped(batch["tokens"], batch["position_ids"], None) is None
     run_with(monkeypatch, AttnBackend.mtraining, reset_attention_mask=True)
-    batch = slice_by_megatron(whole_batch(position_ids=restarting_ids()), group(0, 2))
     params = Model().wrapped(batch["tokens"], batch["position_ids"], None)
-    assert params.documents is packed_documents.attached_documents(batch["tokens"])
+    expected = VisibleRanges.from_lengths(LENGTHS, BATCH_SEQUENCE).start
+    assert torch.equal(params.documents.start, expected)
     assert params.qkv_format == "sbhd" and params.max_seqlen_q == BATCH_SEQUENCE
     assert packed_documents.documents_for_layer(params, "attention") is params.documents
     assert Model().wrapped(None, None, None, packed_seq_params=params).documents is params.documents
     assert Model(AttnBackend.auto).wrapped(batch["tokens"], None, None) is None
-    assert Model().wrapped(torch.zeros(1), None, None) is None
+    wrong = restarting_ids()
+    wrong[1, 400] += 1
+    with pytest.raises(ConfigError, match="token 400 of batch entry 1"):
+        Model().wrapped(batch["tokens"], wrong, None)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -110,13 +80,16 @@ def test_megatrons_packed_sequences_become_documents():
     expected = VisibleRanges.from_lengths([100, 1, 667], 768).start
     assert torch.equal(ours.documents.start, expected) and ours.max_seqlen_kv == 768
     for wrong, message in (
-        (dict(cu_seqlens_q_padded=ends + 1), "padding between documents"),
+        (dict(cu_seqlens_q_padded=ends + 1), "cu_seqlens_kv of packed_seq_params .* differs"),
         (dict(qkv_format="sbhd"), "thd"),
         (dict(cu_seqlens_q=None), "cu_seqlens_q"),
-        (dict(cu_seqlens_q=ends + 1), "ascend from 0"),
-        (dict(cu_seqlens_kv=ends[1:]), "cu_seqlens_kv of packed_seq_params differs"),
-        (dict(cu_seqlens_kv_padded=ends.long() + 1), "cu_seqlens_kv_padded of packed_seq_params"),
-        (dict(cu_seqlens_q=ends[:0]), "ascend from 0"),
+        (dict(cu_seqlens_q=ends + 1, cu_seqlens_kv=None), "ascend from 0"),
+        (dict(cu_seqlens_kv=ends[1:]), "cu_seqlens_kv of packed_seq_params .* differs"),
+        (
+            dict(cu_seqlens_kv_padded=ends.long() + 1),
+            "cu_seqlens_kv of packed_seq_params .* differs",
+        ),
+        (dict(cu_seqlens_q=ends[:0], cu_seqlens_kv=None), "ascend from 0"),
         (dict(cu_seqlens_q=[0, 768]), "cu_seqlens_q is a list"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -126,16 +99,18 @@ def test_megatrons_packed_sequences_become_documents():
         packed_documents.packed_seq_params_of([100, 668])
 
 
-def test_two_carriers_of_documents_must_agree(monkeypatch, group):
-    run_with(monkeypatch, AttnBackend.mtraining, reset_attention_mask=True)
-    tokens = slice_by_megatron(whole_batch(position_ids=restarting_ids()), group(0, 2))["tokens"]
-    for lengths in (LENGTHS, [[1, 767], [768]]):
-        params = packed_documents.packed_seq_params_of(VisibleRanges.from_lengths(lengths, 768))
-        if lengths is LENGTHS:
-            assert Model().wrapped(tokens, None, None, packed_seq_params=params).documents
-            continue
-        with pytest.raises(ConfigError, match="other documents than the position ids of the batch"):
-            Model().wrapped(tokens, None, None, packed_seq_params=params)
+def test_padding_to_whole_blocks_is_told_to_stages_of_one_length():
+    ends = torch.tensor([0, 100, 744], dtype=torch.int32)
+    given = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_q_padded=ends)
+    model = Model()
+    model.mtraining_borders = SimpleNamespace(padded=lambda length: 768)
+    made = model.wrapped(None, None, None, packed_seq_params=given)
+    assert made.lengths == (100, 644) and made.documents.seq_length == made.max_seqlen_q == 768
+    model.config.pipeline_model_parallel_size = 2
+    with pytest.raises(ConfigError, match="744 tokens together.* to 768.*variable_seq_lengths"):
+        model.wrapped(None, None, None, packed_seq_params=given)
+    model.config.variable_seq_lengths = True
+    assert model.wrapped(None, None, None, packed_seq_params=given).lengths
 
 
 def test_a_document_s_number_of_each_token_must_agree():

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_mtraining.relayout import zigzag
 from tests.support.gpt_models import build, draw_batch, run_schedule, start
 from tests.support.ranks import run_ranks
 
@@ -59,11 +60,8 @@ def chunks_of(case: dict, again: bool, stages: int, virtual: int, cp_size: int) 
 
 def step(chunks: list, rank: int, size: int, forward_only: bool = False) -> dict:
     """Losses and gradients of one step."""
-    from megatron_mtraining.layout import stripe_batch
-
-    batches = [
-        stripe_batch(draw_batch(*SHAPE, seed), rank, size, BLOCK) for seed in range(MICROBATCHES)
-    ]
+    whole = (draw_batch(*SHAPE, seed) for seed in range(MICROBATCHES))
+    batches = [{name: zigzag(value, rank, size) for name, value in each.items()} for each in whole]
     torch.manual_seed(9)
     for chunk in chunks:
         chunk.train(not forward_only)

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_mtraining.relayout import zigzag
+from megatron_mtraining.visibility import VisibleRanges
 from tests.support.gpt_models import build, draw_batch, start
 from tests.support.ranks import run_ranks
 from tests.support.tuning_cases import Plans
@@ -39,18 +41,20 @@ def train(model, samples, cp_rank: int, cp_size: int) -> tuple[torch.Tensor, dic
     """Sums of losses and gradients of samples, one micro-batch each; with a forward of evaluation between."""
     from megatron.core.pipeline_parallel.schedules import custom_backward
 
-    from megatron_mtraining.megatron.batch import slice_batch
+    from megatron_mtraining.megatron.packed_documents import packed_seq_params_of
 
     model.zero_grad()
     total = torch.zeros(())
     for number, given in enumerate(samples):
-        batch = slice_batch(dict(given), cp_rank, cp_size, BLOCK, documents=True)
+        params = packed_seq_params_of(VisibleRanges.from_position_ids(given["position_ids"]))
+        batch = {name: zigzag(value, cp_rank, cp_size) for name, value in given.items()}
         tensors = batch["tokens"], batch["position_ids"], None
         if number == 1:
             with torch.no_grad():
-                model.eval()(*tensors, labels=batch["labels"])
+                model.eval()(*tensors, labels=batch["labels"], packed_seq_params=params)
             model.train()
-        loss = model(*tensors, labels=batch["labels"]).sum() / SEQUENCE
+        losses = model(*tensors, labels=batch["labels"], packed_seq_params=params)
+        loss = losses.sum() / SEQUENCE
         total += loss.detach()
         custom_backward(loss, None)  # as training does; torch's own would leave the CPU shim
     gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}

@@ -4,17 +4,14 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 from types import SimpleNamespace
 
 import torch
-from megatron.core import utils
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_mtraining import MTrainingConfig
-from megatron_mtraining.megatron import MTrainingAttention
-from megatron_mtraining.megatron import batch as batch_module
+from megatron_mtraining.megatron import MTrainingAttention, packed_documents
 from megatron_mtraining.megatron.arguments import fill_in, refuse
 from megatron_mtraining.megatron.options import add_arguments
 
@@ -64,19 +61,12 @@ def whole_batch(**others) -> dict:
     }
 
 
-def slice_by_megatron(batch, group):
-    """megatron-core's function, as its version wants to be called."""
-    names = inspect.signature(utils.get_batch_on_this_cp_rank).parameters
-    more = {"is_hybrid_cp": False} if "is_hybrid_cp" in names else {}
-    return utils.get_batch_on_this_cp_rank(batch, cp_group=group, **more)
-
-
 def run_with(monkeypatch, backend, **others) -> None:
-    """Let Megatron's global arguments choose ``backend`` while a batch is sliced."""
+    """Let Megatron's global arguments choose ``backend`` while a model is given a batch."""
     args = SimpleNamespace(
         attention_backend=backend, seq_length=BATCH_SEQUENCE, mtraining_block_size=BLOCK, **others
     )
-    monkeypatch.setattr(batch_module, "training_arguments", lambda: args)
+    monkeypatch.setattr(packed_documents, "training_arguments", lambda: args)
 
 
 def make_config(**others) -> TransformerConfig:

@@ -16,9 +16,9 @@ from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor
 
 from ...config import MTrainingConfig
-from ...layout import stripe_batch
 from ...models.megatron_gpt import UNFUSED
-from .options import BLOCK_SIZE, HEAD_DIM, Options
+from ...relayout import zigzag
+from .options import HEAD_DIM, Options
 from .text import VOCABULARY
 
 
@@ -85,16 +85,15 @@ def loss_of(model: GPTModel, sequence: Tensor, attention_mask: Tensor | None = N
     """This rank's part of a sequence's mean loss; the sum over context-parallel ranks is the mean.
 
     Args:
-        sequence: token ids ``[s + 1]``; this rank computes its own stripes.
+        sequence: token ids ``[s + 1]``; this rank computes its own part.
     """
     rank = parallel_state.get_context_parallel_rank()
     size = parallel_state.get_context_parallel_world_size()
     sequence = sequence.long()[None]
     tokens, labels = sequence[:, :-1], sequence[:, 1:]
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    batch = {"tokens": tokens, "labels": labels, "position_ids": positions}
-    batch = stripe_batch(batch, rank, size, BLOCK_SIZE)
-    losses = model(batch["tokens"], batch["position_ids"], attention_mask, labels=batch["labels"])
+    own, positions, labels = (zigzag(each, rank, size) for each in (tokens, positions, labels))
+    losses = model(own, positions, attention_mask, labels=labels)
     return losses.float().sum() / tokens.numel()
 
 

@@ -1,0 +1,93 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Packed conversations (``--sft``) in Megatron-LM's own pretrain_gpt.py on CPU: however tokens, layers and
+weights are spread over ranks, steps are those of one process."""
+
+import json
+import random
+
+import pytest
+
+from tests.support.pretrain_tree import SEQUENCE, check_same, losses
+
+pytestmark = pytest.mark.slow
+pytest.importorskip("datasets")
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+STEPS = 4
+GRANULARITY = 16
+"""Megatron pads conversations to multiples of 2 cp: these need no padding with any of the sizes here."""
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} </s> {% endfor %}"
+STAGES = "--pipeline-model-parallel-size 2"
+LAYOUTS = {
+    "CP 2": (2, "--context-parallel-size 2"),
+    "CP 4 in nodes of 2": (
+        4,
+        "--context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2 --mtraining-loss-chunk 100",
+    ),
+    "CP 2 x PP 2": (4, f"--context-parallel-size 2 {STAGES}"),
+    "CP 2 x TP 2, recomputed": (
+        4,
+        "--context-parallel-size 2 --tensor-model-parallel-size 2 --recompute-granularity full "
+        "--recompute-method uniform --recompute-num-layers 1",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory):
+    """Options of a set of conversations of 16 to 300 tokens, packed, and of a tokenizer of words."""
+    folder = tmp_path_factory.mktemp("chat")
+    special = ["<unk>", "<pad>", "</s>", "<system>", "<user>", "<assistant>"]
+    words = [f"w{i}" for i in range(300)]
+    vocabulary = {word: i for i, word in enumerate([*special, *words])}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=model, unk_token="<unk>", pad_token="<pad>", eos_token="</s>"
+    )
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder / "tokenizer")
+    draw = random.Random(5)
+
+    def conversation():
+        count = GRANULARITY * draw.randint(1, 12) - 6  # of words, beside those of the template
+        text = draw.choices(words, k=count)
+        asked = draw.randint(1, count - 1)
+        yield {"role": "system", "content": ""}
+        yield {"role": "user", "content": " ".join(text[:asked])}
+        yield {"role": "assistant", "content": " ".join(text[asked:])}
+
+    with open(folder / "chat.jsonl", "w") as file:
+        for _ in range(40):
+            packed = [turn for _ in range(draw.randint(1, 6)) for turn in conversation()]
+            file.write(json.dumps({"messages": packed}) + "\n")
+    return (
+        f"--sft --tokenizer-type SFTTokenizer --tokenizer-model {folder / 'tokenizer'} "
+        f"--sft-tokenizer-prompt-format default --data-path {folder / 'chat.jsonl'} --split 100,0,0"
+    )
+
+
+OURS = (
+    "--attention-backend mtraining --mtraining-block-size 64 --mtraining-price 0 --calculate-per-token-loss "
+    f"--train-iters {STEPS} --no-create-attention-mask-in-dataloader"
+).split()
+
+
+def test_layouts_train_as_one_process(tree, chat):
+    one = tree.run("launcher", 1, *OURS, data=chat)
+    assert losses(one, STEPS)[-1] < losses(one, STEPS)[0]
+    # Stages draw weights of their own.
+    staged = tree.run("launcher", 2, *OURS, *STAGES.split(), data=chat)
+    for name, (processes, words) in LAYOUTS.items():
+        run = tree.run("launcher", processes, *OURS, *words.split(), data=chat)
+        print(name)
+        check_same(run, staged if STAGES in words else one, within=2e-5, steps=STEPS)
+
+
+def test_a_pattern_trains(tree, chat):
+    words = "--context-parallel-size 2 --mtraining-price 4 --mtraining-backward-threshold 3".split()
+    ours = [word for word in OURS if word not in ("--mtraining-price", "0")]
+    run = tree.run("launcher", 2, *ours, *words, data=chat)
+    assert losses(run, STEPS)[-1] < losses(run, STEPS)[0]
+    assert SEQUENCE == 512
