@@ -139,6 +139,9 @@ FIGURES: dict[str, Callable[[], str]] = {
         for name, kind in SCHEDULES.items()
         for figure, make in OF_RUN.items()
     },
+    "step_of_two_gpus": lambda: seconds_of(
+        step_tables.of_two_gpus("qwen2.5-3b", 65536)["iter_ms"] / 1000
+    ),
     "fa4_over_cudnn": lambda: f"{peer_tables.fa4_over_cudnn():.2f}",
     "real_price": lambda: real_times(131072, 0.31),
     "real_price_speech": lambda: real_times(131072, 0.31, text="speech"),

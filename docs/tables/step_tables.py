@@ -145,6 +145,14 @@ def step_at_price(seq: int, world: int = 4, gpu: str | None = None) -> Row:
     ])  # fmt: skip
 
 
+def of_two_gpus(model: str, seq: int) -> Row:
+    """The newest step of this project's over two GPUs."""
+    return [
+        row for row in steps_rows()
+        if (row["model"], row["seq"], row["world"]) == (model, seq, 2) and row["price"]
+    ][-1]  # fmt: skip
+
+
 def tokens_a_second(row: Row) -> float:
     """Of one GPU."""
     return row["seq"] * row["batch"] / row["world"] / row["iter_ms"] * 1000
