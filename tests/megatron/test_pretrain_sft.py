@@ -39,7 +39,7 @@ def chat(tmp_path_factory):
     """Options of a set of conversations of 16 to 300 tokens, packed, and of a tokenizer of words."""
     folder = tmp_path_factory.mktemp("chat")
     special = ["<unk>", "<pad>", "</s>", "<system>", "<user>", "<assistant>"]
-    words = [f"w{i}" for i in range(300)]
+    words = [f"w{i}" for i in range(500)]  # padded to 512, over one rank and over two
     vocabulary = {word: i for i, word in enumerate([*special, *words])}
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
     model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
