@@ -206,13 +206,11 @@ REFUSALS = (
 
 PER_TOKEN_EXPERTS = (0, 19)
 """The first Megatron whose auxiliary losses of experts are right with ``--calculate-per-token-loss``."""
-OF_LAYOUT = ("logits_save_dir", "logits_load_dir")
-"""Options of Megatron-LM's whose files have each context-parallel rank's tokens in Megatron's own layout."""
 
 
 def check_settings(settings, command_line: bool) -> None:
     """Raise :class:`ConfigError` for the first entry of :data:`REFUSALS` that ``settings`` hold, and for head
-    numbers and files that do not go with the backend.
+    numbers that do not go with the backend.
 
     Args:
         settings: Megatron-LM's arguments, or a TransformerConfig.
@@ -234,14 +232,6 @@ def check_settings(settings, command_line: bool) -> None:
         )
     check_head_dim(settings, command_line)
     _check_groups(settings, command_line)
-    for name in OF_LAYOUT:
-        value, size = (getattr(settings, each, None) for each in (name, "context_parallel_size"))
-        if value is not None and size is not None and size > 1:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} is {value}, which does not work with attention backend "
-                f"mtraining and --context-parallel-size {size}: files hold the logits of a rank in "
-                "Megatron's order of tokens, and mtraining stripes the tokens; use 1, or leave it out"
-            )
 
 
 def _check_groups(settings, command_line: bool) -> None:

@@ -134,16 +134,6 @@ def test_query_groups_must_divide_the_heads(groups):
     check(parse(group_query_attention=False, num_query_groups=groups))
 
 
-@pytest.mark.parametrize("name", ["logits_save_dir", "logits_load_dir"])
-def test_cached_logits_are_of_another_layout(name):
-    """Megatron matches them by their place on a rank: with tokens striped, those of other tokens."""
-    check(parse(context_parallel_size=1, **{name: "logits"}))
-    with pytest.raises(
-        ArgumentsError, match=f"--{name.replace('_', '-')} is logits.*parallel-size 2"
-    ):
-        check(parse(context_parallel_size=2, **{name: "logits"}))
-
-
 UNEVEN = {
     "ends masked": (dict(eod_mask_loss=True, mock_data=True), True),
     "padding masked": (dict(mock_data=False), True),

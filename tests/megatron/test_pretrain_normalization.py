@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megatron_mtraining.checkout import read_version
-from megatron_mtraining.layout import stripe
+from megatron_mtraining.relayout import zigzag
 from tests.support.pretrain_tree import (
     MOCK,
     MODEL,
@@ -42,7 +42,7 @@ def uneven(tree, tmp_path_factory):
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     folder = tmp_path_factory.mktemp("uneven")
-    random, masked = np.random.default_rng(3), stripe(torch.arange(SEQUENCE), 1, 2, BLOCK, 0)
+    random, masked = np.random.default_rng(3), zigzag(torch.arange(SEQUENCE), 1, 2, 0)
     builder = IndexedDatasetBuilder(str(folder / "data.bin"), np.uint16)
     for _ in range(40):
         document = random.integers(EOD, size=SEQUENCE)
