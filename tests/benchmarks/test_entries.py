@@ -371,6 +371,7 @@ def test_rows_of_other_processes(name, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.release  # tests/tools/eval/test_ruler_agreement.py runs what it runs
 def test_both_commands_on_ruler(files, tmp_path, monkeypatch):
     for name in ("lm_eval", "punkt"):
         if find_spec(name) is None:
