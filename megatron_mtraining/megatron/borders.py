@@ -129,7 +129,9 @@ PADDING_MASK = 4
 
 def hidden_for_loss(model, hidden: Tensor, params) -> Tensor:
     """The decoder's result ``[s / cp, b, h]`` in Megatron's layout, for what comes after the layers."""
-    plan = _plan(model, hidden, params) if model.post_process else None
+    if getattr(model, "mtraining_borders", None) is None or not model.post_process:
+        return hidden
+    plan = _plan(model, hidden, params)
     return hidden if plan is None else plan.back(hidden)
 
 

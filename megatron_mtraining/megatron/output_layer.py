@@ -169,8 +169,6 @@ def wrap_postprocess(original):
     signature = inspect.signature(original)
 
     def _postprocess(self, *args, **kwargs):
-        if not is_active(self.config):
-            return original(self, *args, **kwargs)
         bound = signature.bind(self, *args, **kwargs)
         given = bound.arguments
         hidden = hidden_for_loss(self, given["hidden_states"], given.get("packed_seq_params"))

@@ -17,10 +17,10 @@ from tests.support.ranks import run_ranks
 SCRIPT = """
 import json, sys
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.utils import get_batch_on_this_cp_rank
+from megatron.core.tensor_parallel.random import checkpoint
 import beside
 print(json.dumps([__name__, sys.argv, sys.path[0], "mtraining" in AttnBackend.__members__,
-                  getattr(get_batch_on_this_cp_rank, "_mtraining_wrapper", False), beside.HERE]))
+                  getattr(checkpoint, "_mtraining_wrapper", False), beside.HERE]))
 if "--fail" in sys.argv:
     sys.exit(7)
 """

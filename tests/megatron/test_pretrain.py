@@ -334,9 +334,9 @@ SCRIPT = """
 import json
 import math
 import sys
-from megatron.core.utils import get_batch_on_this_cp_rank as before
+from megatron.core.tensor_parallel.random import checkpoint as before
 from megatron.training import get_args
-from megatron.core.utils import get_batch_on_this_cp_rank as after
+from megatron.core.tensor_parallel.random import checkpoint as after
 from megatron.training import training
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.training import training_log
