@@ -37,6 +37,12 @@ def zigzag(tensor: Tensor, cp_rank: int, cp_size: int, dim: int = 1) -> Tensor:
     return torch.cat((chunks[cp_rank], chunks[-1 - cp_rank]), dim)
 
 
+def unzigzag(parts: Tensor, dim: int = 1) -> Tensor:
+    """The inverse of :func:`zigzag`: the sequence of all ranks' parts, stacked in rank order."""
+    early, late = parts.chunk(2, 1 + dim)
+    return torch.cat((*early, *late.flip(0)), dim)
+
+
 def zigzag_owner(lengths: Sequence[int], cp_size: int, device=None) -> tuple[Tensor, Tensor]:
     """Where Megatron's layout has each token.
 

@@ -18,8 +18,10 @@ from torch import Tensor
 from ..config import ConfigError
 from ..cp_group import RankGroup
 from ..layout import check_layout
-from ..relayout import Relayout, relayout, striped_owner, zigzag_owner
-from .backend import is_active
+from ..relayout import Relayout, relayout, striped_owner, unzigzag, zigzag_owner
+
+PADDING_MASK = 4
+"""Where ``_preprocess`` returns it, after the hidden states, where it does."""
 
 
 class Borders(NamedTuple):
@@ -88,10 +90,8 @@ def _relayout(borders: Borders, lengths: tuple[int, ...], device: torch.device) 
     return relayout(source, target, (source_length, target_length), borders.group)
 
 
-def _plan(model, hidden: Tensor, params) -> Relayout | None:
-    borders = getattr(model, "mtraining_borders", None)
-    if borders is None:
-        return None
+def _plan(borders: Borders, hidden: Tensor, params) -> Relayout:
+    """From the layout of a batch to the striped one; ``hidden`` is a rank's part in either."""
     lengths = getattr(params, "lengths", None)
     if lengths is None:
         total = hidden.shape[0] * len(borders.ranks) * len(borders.ranks[0])
@@ -106,16 +106,13 @@ def wrap_preprocess(original):
 
     def _preprocess(self, *args, **kwargs):
         result = original(self, *args, **kwargs)
-        if not is_active(self.config):
+        borders = getattr(self, "mtraining_borders", None)
+        # Later pipeline stages are given striped ones.
+        if borders is None or not self.pre_process:
             return result
         hidden, *others = result
-        # Later pipeline stages are given striped ones.
-        if hidden is None or not self.pre_process:
-            return result
         params = signature.bind(self, *args, **kwargs).arguments.get("packed_seq_params")
-        plan = _plan(self, hidden, params)
-        if plan is None:
-            return result
+        plan = _plan(borders, hidden, params)
         if len(others) > PADDING_MASK and others[PADDING_MASK] is not None:
             others[PADDING_MASK] = plan.there(others[PADDING_MASK].t()).t()
         return plan.there(hidden), *others
@@ -123,21 +120,14 @@ def wrap_preprocess(original):
     return _preprocess
 
 
-PADDING_MASK = 4
-"""Where ``_preprocess`` returns it, after the hidden states, where it does."""
-
-
 def hidden_for_loss(model, hidden: Tensor, params) -> Tensor:
     """The decoder's result ``[s / cp, b, h]`` in Megatron's layout, for what comes after the layers."""
-    if getattr(model, "mtraining_borders", None) is None or not model.post_process:
+    borders = getattr(model, "mtraining_borders", None)
+    if borders is None or not model.post_process:
         return hidden
-    plan = _plan(model, hidden, params)
-    return hidden if plan is None else plan.back(hidden)
+    return _plan(borders, hidden, params).back(hidden)
 
 
 def whole_sequence(tensor: Tensor, borders: Borders) -> Tensor:
     """``[b, s]`` of every context-parallel rank's ``[b, s / cp]``, in Megatron's layout of one sequence."""
-    parts = borders.cp.all_gather(tensor)
-    cp, batch, own = parts.shape
-    rank, at = zigzag_owner((cp * own,), cp, tensor.device)
-    return parts.movedim(1, 0)[:, rank, at]
+    return unzigzag(borders.cp.all_gather(tensor))

@@ -278,15 +278,22 @@ def warning_of_loss(args) -> str | None:
             given.append("--" + name.replace("_", "-"))
     if size == 1 or not getattr(args, "num_experts", None) or not given:
         return None
+    if is_from(PER_TOKEN_EXPERTS):
+        return None
     from megatron.core import __version__
 
-    if tuple(int(part) for part in __version__.split(".")[:2]) >= PER_TOKEN_EXPERTS:
-        return None
     return (
         f"with --calculate-per-token-loss, Megatron-Core {__version__} makes gradients of auxiliary losses "
         f"of experts {size} times too small (tensor- times context-parallel ranks): give "
         f"{' and '.join(given)} {size} times as large, or use Megatron 0.19 or later"
     )
+
+
+def is_from(version: tuple[int, int]) -> bool:
+    """Whether the Megatron-Core that is installed is this one or a later one."""
+    from megatron.core import __version__
+
+    return tuple(int(part) for part in __version__.split(".")[:2]) >= version
 
 
 def inner_group_size(settings, cp_size: int, gathered: int, command_line: bool) -> int:

@@ -22,6 +22,7 @@ from ..tensors import check_values
 from ..visibility import MOST_TOKENS, VisibleRanges
 from .backend import is_active, training_arguments
 from .borders import Borders, whole_sequence
+from .checks import is_from
 
 
 class DocumentParams(PackedSeqParams):
@@ -83,7 +84,7 @@ def check_documents(args) -> None:
         )
     stages = getattr(args, "pipeline_model_parallel_size", None) or 1
     if asked != "--reset-attention-mask":
-        if asked != "--sft" or not _is_from(SFT_ON_ALL_STAGES):
+        if asked != "--sft" or not is_from(SFT_ON_ALL_STAGES):
             _check_stages(args, asked, stages)
         _check_expert_loss(args, asked)
         return
@@ -102,12 +103,6 @@ def check_documents(args) -> None:
             f"{kind}: documents are recognized by position ids that restart, which change what such a model "
             "learns; give both"
         )
-
-
-def _is_from(version: tuple[int, int]) -> bool:
-    from megatron.core import __version__
-
-    return tuple(int(part) for part in __version__.split(".")[:2]) >= version
 
 
 def _check_stages(args, asked: str, stages: int) -> None:

@@ -53,7 +53,7 @@ def _check_states(groups, borders, total, params):
     padded = borders.padded(total)
     from megatron_mtraining.megatron.borders import _plan
 
-    plan = _plan(SimpleNamespace(mtraining_borders=borders), own, params)
+    plan = _plan(borders, own, params)
     striped = torch.cat((whole, whole.new_zeros(padded - total, 1, 1)))
     positions = token_positions(padded, groups.cp.rank(), 2, BLOCK, inner=2)
     assert torch.equal(plan.there(own), striped[positions].chunk(2)[tp])
