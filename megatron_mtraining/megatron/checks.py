@@ -100,7 +100,7 @@ REFUSALS = (
     Refusal(
         "cp_partition_mode",
         lambda value: value in (None, "zigzag"),
-        "the backend has a layout of its own and would ignore it",
+        "tokens are expected in zigzag order over context-parallel ranks",
         LEAVE_OUT,
     ),
     Refusal(
@@ -136,7 +136,7 @@ REFUSALS = (
     Refusal(
         "mtp_num_layers",
         unset,
-        "multi-token prediction shifts tokens in Megatron's own context-parallel layout",
+        "the layers of multi-token prediction are given tokens in Megatron's own context-parallel layout",
         LEAVE_OUT,
     ),
     Refusal("is_hybrid_model", unset, "only GPT models are supported, not Mamba", LEAVE_OUT),

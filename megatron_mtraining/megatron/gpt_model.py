@@ -48,9 +48,9 @@ def wrap_gpt_model(original):
 
         if given.get("mtp_block_spec") is not None:
             raise ConfigError(
-                "mtp_block_spec is given (--mtp-num-layers): multi-token prediction shifts tokens "
-                "in Megatron's own context-parallel layout, which attention backend mtraining "
-                "does not use; leave it out"
+                "mtp_block_spec is given (--mtp-num-layers): the layers of multi-token prediction are "
+                "given tokens in Megatron's own context-parallel layout, in which attention backend "
+                "mtraining does not run; leave it out"
             )
         if given.get("position_embedding_type") == "yarn":
             rotary_embedding.check_yarn_fields(config)
