@@ -35,7 +35,7 @@ ACCEPTED = [
     "--rampup-batch-size 8 8 100",
     "--mock-data --dataloader-type cyclic",
     "--save-activations-interval 10",
-    "--logits-save-dir /x",
+    "--context-parallel-size 4 --logits-save-dir /x",
     ROPE + "--rotary-base 1000000 --use-rope-scaling --rope-scaling-factor 4",
 ]
 REFUSED = {
@@ -49,8 +49,6 @@ REFUSED = {
     "--cuda-graph-impl local": "--cuda-graph-impl is local",
     "--mtp-num-layers 1": "--mtp-num-layers is 1",
     "--window-size 128,0": "--window-size is",
-    "--context-parallel-size 4 --logits-save-dir /x": "--logits-save-dir is /x",
-    "--context-parallel-size 4 --logits-load-dir /x": "--logits-load-dir",
     "--save-activations-interval 10 --mtraining-loss-chunk 64": "--save-activations-interval is 10",
     ROPE + "--rope-scaling-factor 4": "--rope-scaling-factor 4.* without --use-rope-scaling",
     "--position-embedding-type none --rotary-base 5000": "--rotary-base 5000 is given",
