@@ -12,8 +12,8 @@ The files, in the order a run meets them:
   ``rotary_embedding`` (in the striped layout), ``output_layer`` (output layer and loss in chunks) and
   ``main_grad`` (where the weight's gradient goes)
 - ``checkpoint``: what checkpoints save and restore
-- ``borders``: hidden states between Megatron's layout of tokens and the striped one; ``packed_documents``:
-  documents, from the batch to the layers
+- ``decoder``: a forward of the layers, with ``borders`` (hidden states between Megatron's layout of tokens
+  and the striped one) and ``packed_documents`` (documents, from the batch to the layers)
 - ``core_attention``: :class:`MTrainingAttention`, the module in each layer
 - ``recompute``: its results under activation recomputation
 - ``run_state``: what layers share: the steering of their prices, and the step

@@ -8,7 +8,6 @@ has laid them out; see :mod:`..relayout`.
 from __future__ import annotations
 
 import functools
-import inspect
 from typing import NamedTuple
 
 import torch
@@ -19,9 +18,6 @@ from ..config import ConfigError
 from ..cp_group import RankGroup
 from ..layout import check_layout
 from ..relayout import Relayout, relayout, striped_owner, unzigzag, zigzag_owner
-
-PADDING_MASK = 4
-"""Where ``_preprocess`` returns it, after the hidden states, where it does."""
 
 
 class Borders(NamedTuple):
@@ -90,42 +86,18 @@ def _relayout(borders: Borders, lengths: tuple[int, ...], device: torch.device) 
     return relayout(source, target, (source_length, target_length), borders.group)
 
 
-def _plan(borders: Borders, hidden: Tensor, params) -> Relayout:
-    """From the layout of a batch to the striped one; ``hidden`` is a rank's part in either."""
-    lengths = getattr(params, "lengths", None)
+def relayout_of(borders: Borders, hidden: Tensor, lengths: tuple[int, ...] | None) -> Relayout:
+    """From Megatron's layout to the striped one.
+
+    Args:
+        hidden: a rank's part ``[s / cp, b, h]`` in either layout; ``s / (cp tp)`` with sequence parallelism.
+        lengths: of the packed sequences that Megatron's layout cuts apart; None for the whole sequence.
+    """
     if lengths is None:
         total = hidden.shape[0] * len(borders.ranks) * len(borders.ranks[0])
         check_layout(total, len(borders.ranks), borders.block_size)
         lengths = (total,)
     return _relayout(borders, lengths, hidden.device)
-
-
-def wrap_preprocess(original):
-    """``GPTModel._preprocess`` whose hidden states, and mask of padding, are in the striped layout."""
-    signature = inspect.signature(original)
-
-    def _preprocess(self, *args, **kwargs):
-        result = original(self, *args, **kwargs)
-        borders = getattr(self, "mtraining_borders", None)
-        # Later pipeline stages are given striped ones.
-        if borders is None or not self.pre_process:
-            return result
-        hidden, *others = result
-        params = signature.bind(self, *args, **kwargs).arguments.get("packed_seq_params")
-        plan = _plan(borders, hidden, params)
-        if len(others) > PADDING_MASK and others[PADDING_MASK] is not None:
-            others[PADDING_MASK] = plan.there(others[PADDING_MASK].t()).t()
-        return plan.there(hidden), *others
-
-    return _preprocess
-
-
-def hidden_for_loss(model, hidden: Tensor, params) -> Tensor:
-    """The decoder's result ``[s / cp, b, h]`` in Megatron's layout, for what comes after the layers."""
-    borders = getattr(model, "mtraining_borders", None)
-    if borders is None or not model.post_process:
-        return hidden
-    return _plan(borders, hidden, params).back(hidden)
 
 
 def whole_sequence(tensor: Tensor, borders: Borders) -> Tensor:

@@ -56,6 +56,10 @@ def is_two_sizes(value) -> bool:
 
 LEAVE_OUT = "leave it out"
 ONE_KIND = "every layer must be causal softmax attention, with none of another kind between them"
+SCHEDULE_PLAN = (
+    "layers are then run one by one, and attention backend mtraining changes the layout of tokens where they "
+    "are run as one"
+)
 THD = "packed (THD) sequences are not supported"
 
 OF_CHECKPOINTS = ("attention_dropout",)
@@ -232,6 +236,13 @@ def check_settings(settings, command_line: bool) -> None:
         )
     check_head_dim(settings, command_line)
     _check_groups(settings, command_line)
+    size = getattr(settings, "context_parallel_size", None) or 1
+    if getattr(settings, "overlap_moe_expert_parallel_comm", False) and size > 1:
+        names = ("overlap_moe_expert_parallel_comm", "context_parallel_size")
+        overlap, ranks = (Refusal(name, unset, "", "").given(command_line) for name in names)
+        raise ConfigError(
+            f"{overlap} does not work with {ranks} {size}: {SCHEDULE_PLAN}; {LEAVE_OUT}"
+        )
 
 
 def _check_groups(settings, command_line: bool) -> None:

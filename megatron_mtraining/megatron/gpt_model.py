@@ -10,24 +10,29 @@ from . import packed_documents
 from .arguments import settings
 from .backend import is_active, training_arguments
 from .borders import borders_of
-from .checks import inner_group_size
+from .checks import SCHEDULE_PLAN, inner_group_size
 from .ranks import check_ranks
 from .rotary_options import pass_on, warn_of_dropped
 from .run_state import RUN
 from .wrapping import log_replaced
 
 
-def wrap_forward(original):
-    """``GPTModel.forward`` or ``build_schedule_plan`` in a step of a schedule, with packed documents
-    (:func:`.packed_documents.wrap_forward`)."""
+def wrap_build_schedule_plan(original):
+    """``GPTModel.build_schedule_plan``, which runs layers one by one: what the model's forward and
+    :mod:`.decoder` do, but for context parallelism."""
     with_documents = packed_documents.wrap_forward(original)
 
-    def forward(self, *args, **kwargs):
+    def build_schedule_plan(self, *args, **kwargs):
         if is_active(self.config):
+            if self.mtraining_borders is not None:
+                raise ConfigError(
+                    f"build_schedule_plan: {SCHEDULE_PLAN}; call the model's forward, or use a "
+                    "context_parallel_size of 1"
+                )
             RUN.begin_forward()
         return with_documents(self, *args, **kwargs)
 
-    return forward
+    return build_schedule_plan
 
 
 def wrap_gpt_model(original):
@@ -64,6 +69,7 @@ def wrap_gpt_model(original):
         size = 1 if group is None else group.size()
         inner = inner_group_size(config, size, ours.gathered_ranks, command_line=False)
         self.mtraining_borders = borders_of(self, ours.block_size, inner)
+        self.decoder.mtraining_borders = self.mtraining_borders
         embedding = getattr(self, "rotary_pos_emb", None)
         if embedding is not None:
             rotary_embedding.stripe_embedding(embedding, group, ours.block_size, inner)

@@ -12,7 +12,6 @@ from megatron.core.models.common.language_module.language_module import Language
 from ..config import ConfigError, option
 from ..loss import linear_cross_entropy
 from .backend import is_active, training_arguments
-from .borders import hidden_for_loss
 from .checks import Refusal, show, unset
 from .main_grad import MainGrad
 from .wrapping import is_first_local_rank
@@ -164,15 +163,12 @@ def chunk_loss(model, chunk: int | None) -> None:
 
 
 def wrap_postprocess(original):
-    """``GPTModel._postprocess`` of hidden states that come back to Megatron's layout (:mod:`.borders`), with
-    output layer and loss in chunks, where the model has them."""
+    """``GPTModel._postprocess`` with output layer and loss in chunks, where the model has them."""
     signature = inspect.signature(original)
 
     def _postprocess(self, *args, **kwargs):
         bound = signature.bind(self, *args, **kwargs)
         given = bound.arguments
-        hidden = hidden_for_loss(self, given["hidden_states"], given.get("packed_seq_params"))
-        given["hidden_states"] = hidden
         layer = getattr(self, "output_layer", None)
         # Distillation, for one, gives a model a loss of its own when it is built.
         has_own = "compute_language_model_loss" in vars(self)
@@ -185,7 +181,9 @@ def wrap_postprocess(original):
         weight = None
         if self.share_embeddings_and_output_weights:
             weight = self.shared_embedding_or_output_weight()
-        losses = layer(hidden, weight=weight, labels=labels.t(), scale=_scale(self.config))
+        losses = layer(
+            given["hidden_states"], weight=weight, labels=labels.t(), scale=_scale(self.config)
+        )
         return losses.t().contiguous()
 
     return _postprocess

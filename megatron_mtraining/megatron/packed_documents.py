@@ -188,13 +188,16 @@ def _params_of_model(model, given: dict) -> DocumentParams | None:
     resets = is_active(arguments) and getattr(arguments, "reset_attention_mask", False)
     if params is None and resets and (ids := given.get("position_ids")) is not None:
         params = packed_seq_params_of(_documents_of_positions(ids, borders))
-    if params is None:
-        return None
-    if not isinstance(params, DocumentParams):
-        params = document_params(params, borders, _is_cut_whole(arguments))
-    _check_length(params, given.get("input_ids"), model)
-    _check_stages_of(params, model.config)
-    return params
+    return params_for_layers(params, model.config, borders)
+
+
+def params_for_layers(params, config, borders: Borders | None) -> DocumentParams | None:
+    """What layers are given of a forward's ``packed_seq_params``, Megatron's or ours; None for None."""
+    if params is None or isinstance(params, DocumentParams):
+        return params
+    made = document_params(params, borders, _is_cut_whole(training_arguments()))
+    _check_stages_of(made, config)
+    return made
 
 
 def _documents_of_positions(ids: Tensor, borders: Borders | None) -> VisibleRanges:
@@ -214,14 +217,8 @@ def _is_cut_whole(arguments) -> bool:
     )
 
 
-def _check_length(params: DocumentParams, tokens: Tensor | None, model) -> None:
-    """Raise :class:`ConfigError` if documents are of another length than the sequence: the rotary table is
-    made for theirs. A pipeline stage without tokens cannot tell."""
-    groups = getattr(model, "pg_collection", None)
-    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or groups is None:
-        return
-    group = getattr(groups, "cp", None)
-    length = tokens.shape[1] * (1 if group is None else group.size())
+def check_length(params: DocumentParams, length: int) -> None:
+    """Raise :class:`ConfigError` unless documents are of the ``length`` tokens of the sequence."""
     told = params.documents.seq_length if params.lengths is None else sum(params.lengths)
     if told != length:
         raise ConfigError(

@@ -35,11 +35,12 @@ def live_changes() -> tuple[LiveChange, ...]:
     """The table, in the order a run meets the functions. Importing the wrappers needs megatron-core."""
     from . import (
         arguments,
-        borders,
         checkpoint,
+        decoder,
         density,
         gpt_model,
         output_layer,
+        packed_documents,
         recompute,
         rotary_embedding,
     )
@@ -118,14 +119,14 @@ def live_changes() -> tuple[LiveChange, ...]:
         LiveChange(
             gpt,
             "forward",
-            gpt_model.wrap_forward,
+            packed_documents.wrap_forward,
             "Hands the documents of a batch to all layers as `packed_seq_params`, which every version "
             "passes on; as one sequence, which layers do not cut document by document.",
         ),
         LiveChange(
             gpt,
             "build_schedule_plan",
-            gpt_model.wrap_forward,
+            gpt_model.wrap_build_schedule_plan,
             "As for `forward`, in place of which Megatron calls it with "
             "`--overlap-moe-expert-parallel-comm`.",
         ),
@@ -146,17 +147,24 @@ def live_changes() -> tuple[LiveChange, ...]:
         LiveChange(
             gpt,
             "_preprocess",
-            borders.wrap_preprocess,
+            decoder.wrap_preprocess,
+            "Makes the rotary table of packed sequences for the layout that layers have, also in forwards of "
+            "trainers' own.",
+        ),
+        LiveChange(
+            "megatron.core.transformer.transformer_block:TransformerBlock",
+            "forward",
+            decoder.wrap_forward,
             "With context parallelism, brings hidden states from Megatron's layout of tokens to the striped "
-            "one before the first layer.",
+            "one before the first layer, and back after the last; hands layers the documents of packed "
+            "sequences. Whatever calls the layers passes here: trainers have forwards of their own.",
         ),
         LiveChange(
             gpt,
             "_postprocess",
             output_layer.wrap_postprocess,
-            "Brings hidden states back to Megatron's layout after the last layer. Computes output layer and "
-            "loss in chunks of tokens (`--mtraining-loss-chunk`): every version computes both here, with the "
-            "logits of all tokens between them.",
+            "Computes output layer and loss in chunks of tokens (`--mtraining-loss-chunk`): every version "
+            "computes both here, with the logits of all tokens between them.",
         ),
         LiveChange(
             "megatron.training.training",
@@ -262,7 +270,7 @@ LIVE_STATE = (
         "logits are needed. Its `__name__` stays `ColumnParallelLinear`, which Megatron-FSDP looks for.",
     ),
     LiveState(
-        "`model.mtraining_borders`",
+        "`mtraining_borders` of the model and its decoder",
         "`borders.py`, in `GPTModel.__init__`",
         "Over which ranks hidden states change their layout, and to which; None without context parallelism.",
     ),

@@ -37,23 +37,23 @@ def grids(rank, size):
     own = zigzag(ids, groups.cp.rank(), 2)
     assert torch.equal(whole_sequence(own, borders[0]), ids)
     _check_states(groups, borders[1], LENGTH, None)
-    _check_states(groups, borders[1], sum(PACKED), SimpleNamespace(lengths=PACKED))
+    _check_states(groups, borders[1], sum(PACKED), PACKED)
     wrong = SimpleNamespace(cp=groups.cp, tp=groups.tp, tp_cp=groups.cp)
     with pytest.raises(ConfigError, match="has 2 ranks, which are not 2 x 2"):
         borders_of(a_model(wrong, True), BLOCK, 2)
     return [(each.ranks, each.group.world, each.padded(LENGTH + 1)) for each in borders]
 
 
-def _check_states(groups, borders, total, params):
+def _check_states(groups, borders, total, lengths):
     """Each tensor-parallel rank has a part of its context-parallel rank's tokens, in both layouts."""
     whole = torch.arange(total, dtype=torch.float64)[:, None, None]
     tp = groups.tp.rank()
-    pieces = whole.split(params.lengths if params else total)
+    pieces = whole.split(lengths or total)
     own = torch.cat([zigzag(each, groups.cp.rank(), 2, 0) for each in pieces]).chunk(2)[tp]
     padded = borders.padded(total)
-    from megatron_mtraining.megatron.borders import _plan
+    from megatron_mtraining.megatron.borders import relayout_of
 
-    plan = _plan(borders, own, params)
+    plan = relayout_of(borders, own, lengths)
     striped = torch.cat((whole, whole.new_zeros(padded - total, 1, 1)))
     positions = token_positions(padded, groups.cp.rank(), 2, BLOCK, inner=2)
     assert torch.equal(plan.there(own), striped[positions].chunk(2)[tp])

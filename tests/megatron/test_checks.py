@@ -84,6 +84,10 @@ OTHERS = {
         "--seq-length is 1000",
         "1024",
     ),
+    "layers one by one": (
+        {"overlap_moe_expert_parallel_comm": True, "context_parallel_size": 2},
+        "--overlap-moe-expert-parallel-comm does not work with --context-parallel-size 2",
+    ),
     "head dim given": ({"kv_channels": 80}, "--kv-channels", "is 80"),
     "head dim derived": ({"hidden_size": 8 * 32}, "is 32", "(64, 128)"),
 }

@@ -11,7 +11,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron_mtraining import ConfigError
-from megatron_mtraining.megatron import packed_documents
+from megatron_mtraining.megatron import decoder, packed_documents
 from megatron_mtraining.megatron.arguments import ArgumentsError
 from megatron_mtraining.visibility import VisibleRanges
 from tests.support.megatron_cases import (
@@ -126,14 +126,36 @@ def test_a_document_s_number_of_each_token_must_agree():
             Model().wrapped(None, None, None, packed_seq_params=given)
 
 
-def test_documents_of_another_length_are_named_by_the_model(group):
-    """The rotary table is made for their length: it would not fit, or be too short to stripe."""
+class Decoder(Model):
+    """As much of a TransformerBlock as the wrapper of its forward looks at."""
+
+    pre_process = post_process = True
+
+    def forward(self, hidden_states, attention_mask, packed_seq_params=None):
+        return packed_seq_params
+
+    wrapped = decoder.wrap_forward(forward)
+
+
+def test_documents_of_another_length_are_named_by_the_decoder(group):
     params = packed_documents.packed_seq_params_of(VisibleRanges.from_lengths([100, 668], 768))
-    model = Model()
-    model.pg_collection = SimpleNamespace(cp=group(0, 2))
-    assert model.wrapped(torch.zeros(1, 384).long(), None, None, packed_seq_params=params)
+    block = Decoder()
+    block.pg_collection = SimpleNamespace(cp=group(0, 2), tp=group(0, 2))
+    block.config.sequence_parallel = True
+    assert block.wrapped(torch.zeros(192, 1, 8), None, packed_seq_params=params) is params
     with pytest.raises(ConfigError, match="documents are of 768 tokens, but the sequence of 1536"):
-        model.wrapped(torch.zeros(1, 768).long(), None, None, packed_seq_params=params)
+        block.wrapped(torch.zeros(384, 1, 8), None, packed_seq_params=params)
+
+
+def test_a_forward_of_a_trainer_s_own_reaches_layers_with_documents(group):
+    """Which does not pass the model's: of Megatron's packed sequences."""
+    ends = torch.tensor([0, 100, 768], dtype=torch.int32)
+    block = Decoder()
+    block.pg_collection = SimpleNamespace(cp=None, tp=None)
+    block.config.sequence_parallel = False
+    given = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
+    made = block.wrapped(torch.zeros(768, 1, 8), None, packed_seq_params=given)
+    assert torch.equal(made.documents.start, VisibleRanges.from_lengths([100, 668], 768).start)
 
 
 @pytest.mark.parametrize("wrong", [VisibleRanges.from_lengths([768], 768), "thd"])
