@@ -32,7 +32,7 @@ MADE = "<!-- Made by docs/generate.py from {source}: change that, not this page.
 
 def live_changes() -> str:
     """The page on what is changed in a running Megatron."""
-    from megatron_mtraining.megatron.registration import LIVE_STATE
+    from megatron_mtraining.megatron.registration import LIVE_STATE, OLDEST
     from megatron_mtraining.megatron.registration import live_changes as rows
 
     lines = [
@@ -62,7 +62,10 @@ def live_changes() -> str:
     for row in rows():
         symbol = f"{row.owner.replace(':', '.')}.{row.name}"
         wrapper = f"{row.wrapper.__module__.rpartition('.')[2]}.{row.wrapper.__name__}"
-        lines.append(f"| `{symbol}` | `{wrapper}` | {row.why} |")
+        later = (
+            f" From Megatron-Core {'.'.join(map(str, row.since))} on." if row.since > OLDEST else ""
+        )
+        lines.append(f"| `{symbol}` | `{wrapper}` | {row.why}{later} |")
     lines += [
         "",
         "## Objects and attributes",

@@ -138,9 +138,9 @@ REFUSALS = (
         "use p2p or leave it out",
     ),
     Refusal(
-        "mtp_num_layers",
+        "mtp_hsm",
         unset,
-        "the layers of multi-token prediction are given tokens in Megatron's own context-parallel layout",
+        "it shifts hidden states by a token in layouts that were not compared with one process",
         LEAVE_OUT,
     ),
     Refusal("is_hybrid_model", unset, "only GPT models are supported, not Mamba", LEAVE_OUT),
@@ -336,6 +336,15 @@ def inner_group_size(settings, cp_size: int, gathered: int, command_line: bool) 
             "of context-parallel ranks"
         )
     return sizes[0]
+
+
+def attention_layers(settings) -> int:
+    """Layers of the decoder, and those of multi-token prediction after them.
+
+    Args:
+        settings: Megatron-LM's arguments, or a TransformerConfig.
+    """
+    return settings.num_layers + (getattr(settings, "mtp_num_layers", None) or 0)
 
 
 def check_head_dim(settings, command_line: bool) -> None:

@@ -22,7 +22,7 @@ from . import recompute
 from .arguments import settings
 from .backend import is_active, training_arguments
 from .balance.observer import Call
-from .checks import check_settings, inner_group_size, is_p2p, show
+from .checks import attention_layers, check_settings, inner_group_size, is_p2p, show
 from .density import DensityMeter
 from .hosts import advise_on_hosts, check_hosts
 from .inputs import check_mask
@@ -43,6 +43,8 @@ class MTrainingAttention(MegatronModule):
             backend's own settings come from.
         layer_number, attn_mask_type, attention_type, cp_comm_type: as Megatron gives them; the
             mask must be causal, attention self-attention.
+        mtp_depth: of multi-token prediction, from 1, whose layers are numbered after the decoder's; None in
+            the decoder.
         attention_dropout: must be 0; None takes it from the config.
         softmax_scale: 1 / sqrt(head dim) if None. ``apply_query_key_layer_scaling`` changes
             nothing: Megatron divides the scores by the layer number and multiplies them again
@@ -63,9 +65,12 @@ class MTrainingAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection=None,
+        mtp_depth: int | None = None,
         **unknown,
     ):
         super().__init__(config=config)
+        if mtp_depth is not None:
+            layer_number = config.num_layers + mtp_depth
         place = f"attention of layer {layer_number}"
         if unknown:
             # k_channels and v_channels: multi-latent attention's two head dimensions.
@@ -228,7 +233,9 @@ class MTrainingAttention(MegatronModule):
                     "settings in a file (--mtraining-settings)"
                 )
             return RUN.steering_of_run(self.mtraining)
-        layers = getattr(self.config, "num_layers", None) or self.layer_number
+        layers = self.layer_number
+        if getattr(self.config, "num_layers", None):
+            layers = attention_layers(self.config)
         return RUN.steering_of(self.mtraining, layers, heads)
 
     def _own_policies(self, pg_collection, place: str) -> tuple[Policy, ...] | None:

@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""``GPTModel`` with attention backend ``mtraining``: its layer spec, rotary embedding and output layer."""
+"""``GPTModel`` with attention backend ``mtraining``: its layer specs, rotary embedding and output layer."""
 
 from __future__ import annotations
 
@@ -50,13 +50,11 @@ def wrap_gpt_model(original):
         check_ranks(config)
         from . import output_layer, rotary_embedding
         from .layer_spec import replace_core_attention
+        from .mtp import check_mtp, convert_layers, replace_mtp_attention
 
+        check_mtp(config)
         if given.get("mtp_block_spec") is not None:
-            raise ConfigError(
-                "mtp_block_spec is given (--mtp-num-layers): the layers of multi-token prediction are "
-                "given tokens in Megatron's own context-parallel layout, in which attention backend "
-                "mtraining does not run; leave it out"
-            )
+            given["mtp_block_spec"] = replace_mtp_attention(given["mtp_block_spec"])
         if given.get("position_embedding_type") == "yarn":
             rotary_embedding.check_yarn_fields(config)
         pass_on(given, training_arguments())
@@ -70,6 +68,7 @@ def wrap_gpt_model(original):
         inner = inner_group_size(config, size, ours.gathered_ranks, command_line=False)
         self.mtraining_borders = borders_of(self, ours.block_size, inner)
         self.decoder.mtraining_borders = self.mtraining_borders
+        convert_layers(self)
         embedding = getattr(self, "rotary_pos_emb", None)
         if embedding is not None:
             rotary_embedding.stripe_embedding(embedding, group, ours.block_size, inner)

@@ -23,18 +23,21 @@ REPLACED = ("DotProductAttention", "TEDotProductAttention")
 """Core attentions, by class name, that compute what we compute: causal softmax attention."""
 
 
-def replace_core_attention(spec: Any) -> Any:
+def replace_core_attention(spec: Any, ours: Any = None) -> Any:
     """A copy of ``spec`` in which every self-attention has our core attention.
 
     Args:
         spec: what ``GPTModel`` takes as ``transformer_layer_spec``.
+        ours: what builds it; None for :class:`MTrainingAttention`.
 
     Raises:
         ConfigError: something in it cannot be replaced (named, with its place in the spec), or
             there is nothing to replace although there are layers.
     """
+    from .core_attention import MTrainingAttention
+
     places: list[str] = []
-    result = _walk(spec, type(spec).__name__, places)
+    result = _walk(spec, type(spec).__name__, places, ours or MTrainingAttention)
     layers = getattr(spec, "layer_specs", None)
     no_layers = isinstance(layers, list) and not layers  # a pipeline stage without layers
     if not places and not no_layers:
@@ -46,10 +49,10 @@ def replace_core_attention(spec: Any) -> Any:
     return result
 
 
-def _walk(node: Any, place: str, places: list[str]) -> Any:
+def _walk(node: Any, place: str, places: list[str], ours: Any) -> Any:
     if isinstance(node, SelfAttentionSubmodules):
         changed = copy.copy(node)
-        changed.core_attention = _ours(node.core_attention, place)
+        changed.core_attention = _ours(node.core_attention, place, ours)
         places.append(place)
         return changed
     if isinstance(node, TransformerLayerSubmodules):
@@ -62,7 +65,7 @@ def _walk(node: Any, place: str, places: list[str]) -> Any:
             )
         names = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
         old = {name: getattr(node, name) for name in names}
-        new = {name: _walk(value, f"{place}.{name}", places) for name, value in old.items()}
+        new = {name: _walk(value, f"{place}.{name}", places, ours) for name, value in old.items()}
         changes = {name: value for name, value in new.items() if value is not old[name]}
         if not changes:
             return node
@@ -71,18 +74,21 @@ def _walk(node: Any, place: str, places: list[str]) -> Any:
             object.__setattr__(changed, name, value)
         return changed
     if isinstance(node, partial):
-        positional = [_walk(part, f"{place}[{i}]", places) for i, part in enumerate(node.args)]
+        positional = [
+            _walk(part, f"{place}[{i}]", places, ours) for i, part in enumerate(node.args)
+        ]
         named = {
-            name: _walk(part, f"{place}.{name}", places) for name, part in node.keywords.items()
+            name: _walk(part, f"{place}.{name}", places, ours)
+            for name, part in node.keywords.items()
         }
         if _same(positional, node.args) and _same(named.values(), node.keywords.values()):
             return node
         return partial(node.func, *positional, **named)
     if isinstance(node, dict):
-        new = {key: _walk(part, f"{place}[{key!r}]", places) for key, part in node.items()}
+        new = {key: _walk(part, f"{place}[{key!r}]", places, ours) for key, part in node.items()}
         return node if _same(new.values(), node.values()) else new
     if type(node) in (list, tuple):
-        new = [_walk(part, f"{place}[{i}]", places) for i, part in enumerate(node)]
+        new = [_walk(part, f"{place}[{i}]", places, ours) for i, part in enumerate(node)]
         return node if _same(new, node) else type(node)(new)
     return node
 
@@ -91,13 +97,11 @@ def _same(new, old) -> bool:
     return all(a is b for a, b in zip(new, old, strict=True))
 
 
-def _ours(core_attention: Any, place: str) -> type:
-    """Our core attention in place of ``core_attention``, if that is one that may be replaced."""
-    from .core_attention import MTrainingAttention
-
+def _ours(core_attention: Any, place: str, ours: Any) -> Any:
+    """``ours`` in place of ``core_attention``, if that is one that may be replaced."""
     module = module_of(core_attention)
-    if module is MTrainingAttention:
-        return core_attention
+    if module is module_of(ours):
+        return ours
     params = getattr(core_attention, "params", None) or getattr(core_attention, "keywords", None)
     if getattr(module, "__name__", None) not in REPLACED or params:
         shown = _name(core_attention) + (f" with {params}" if params else "")
@@ -106,7 +110,7 @@ def _ours(core_attention: Any, place: str) -> type:
             f"how to replace (it replaces {' and '.join(REPLACED)}, without parameters of their "
             "own): choose another backend or another spec"
         )
-    return MTrainingAttention
+    return ours
 
 
 def _check_layer(layer: TransformerLayerSubmodules, place: str) -> None:

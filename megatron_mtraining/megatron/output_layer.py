@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Callable
+from typing import NamedTuple
 
+import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.common.language_module.language_module import LanguageModule
+from torch import Tensor
 
 from ..config import ConfigError, option
 from ..loss import linear_cross_entropy
@@ -59,7 +63,18 @@ class ChunkedOutputLayer(tensor_parallel.ColumnParallelLinear):
     in hooks of its call.
     """
 
-    def forward(self, input_, weight=None, runtime_gather_output=None, labels=None, scale=1.0):
+    mtraining_defers = False
+    """Whether a call without labels gives :class:`DeferredLogits`."""
+
+    def forward(
+        self,
+        input_,
+        weight=None,
+        runtime_gather_output=None,
+        labels=None,
+        scale=1.0,
+        visit: Callable[[slice, Tensor], None] | None = None,
+    ):
         """As Megatron's without labels.
 
         Args:
@@ -67,11 +82,15 @@ class ChunkedOutputLayer(tensor_parallel.ColumnParallelLinear):
             weight: ``[V / tp, h]``, where it is the embedding's.
             labels: ``[s, b]``.
             scale: what logits are multiplied by.
+            visit: is given the logits ``[s of a chunk, b, V / tp]`` of each chunk and its slice of ``s``, in
+                place of losses.
 
         Returns:
             losses ``[s, b]``, float32.
         """
-        if labels is None:
+        if labels is None and visit is None:
+            if self.mtraining_defers:
+                return DeferredLogits(self, input_, weight), None
             return super().forward(input_, weight, runtime_gather_output)
         if self.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(
@@ -82,10 +101,34 @@ class ChunkedOutputLayer(tensor_parallel.ColumnParallelLinear):
                 input_, group=self.tp_group
             )
         weight = self.weight if weight is None else weight
+        if visit is not None:
+            rows = max(self.mtraining_chunk // hidden.shape[1], 1)
+            for start in range(0, len(hidden), rows):
+                part = slice(start, start + rows)
+                visit(part, hidden[part] @ weight.t())
+            return None
         return linear_cross_entropy(
             hidden, weight, labels, self.mtraining_chunk, self.tp_group, scale,
             MainGrad(weight) if self.gradient_accumulation_fusion else None,
         )  # fmt: skip
+
+
+class DeferredLogits(NamedTuple):
+    """In place of logits: what they are made of. Of multi-token prediction, whose labels Megatron shifts
+    between output layer and loss, in code that differs by version."""
+
+    layer: ChunkedOutputLayer
+    hidden: Tensor
+    weight: Tensor | None
+    scale: float = 1.0
+
+    def __mul__(self, scale: float) -> DeferredLogits:  # type: ignore[override]
+        return self._replace(scale=self.scale * scale)
+
+    def losses(self, labels: Tensor) -> Tensor:
+        """``[b, s]``, float32, of labels ``[b, s]``."""
+        losses = self.layer(self.hidden, self.weight, labels=labels.t(), scale=self.scale)
+        return losses.t().contiguous()
 
 
 # Megatron-FSDP knows by its class's name that a module's weight is split over tensor-parallel ranks.
@@ -178,15 +221,50 @@ def wrap_postprocess(original):
         wants_logits = labels is None or not alone or given.get("runtime_gather_output")
         if has_own or wants_logits or not isinstance(layer, ChunkedOutputLayer):
             return original(*bound.args, **bound.kwargs)
+        if getattr(self.config, "mtp_num_layers", None):
+            layer.mtraining_defers = True
+            try:
+                return original(*bound.args, **bound.kwargs)
+            finally:
+                layer.mtraining_defers = False
         weight = None
         if self.share_embeddings_and_output_weights:
             weight = self.shared_embedding_or_output_weight()
-        losses = layer(
-            given["hidden_states"], weight=weight, labels=labels.t(), scale=_scale(self.config)
+        return DeferredLogits(layer, given["hidden_states"], weight, _scale(self.config)).losses(
+            labels
         )
-        return losses.t().contiguous()
 
     return _postprocess
+
+
+def wrap_language_model_loss(original):
+    """``LanguageModule.compute_language_model_loss`` of :class:`DeferredLogits`."""
+
+    def compute_language_model_loss(self, labels, logits):
+        if isinstance(logits, DeferredLogits):
+            return logits.losses(labels)
+        return original(self, labels, logits)
+
+    return compute_language_model_loss
+
+
+def wrap_acceptance_counts(original):
+    """``_compute_mtp_acceptance_counts`` of :class:`DeferredLogits`: sums over chunks."""
+
+    def _compute_mtp_acceptance_counts(logits, labels, mask, *args, **kwargs):
+        if not isinstance(logits, DeferredLogits):
+            return original(logits, labels, mask, *args, **kwargs)
+        found = []
+
+        def count(part: slice, some: Tensor) -> None:
+            found.append(original(some, labels[:, part], mask[:, part], *args, **kwargs))
+
+        with torch.no_grad():
+            logits.layer(logits.hidden, logits.weight, visit=count)
+        correct, total = zip(*found)
+        return sum(correct), sum(total)
+
+    return _compute_mtp_acceptance_counts
 
 
 def _scale(config) -> float:

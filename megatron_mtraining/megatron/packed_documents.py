@@ -33,6 +33,8 @@ class DocumentParams(PackedSeqParams):
     lengths: tuple[int, ...] | None
     """Tokens of the sequences that Megatron's context-parallel layout cuts apart; None for the whole
     sequence. Fewer, together, than tokens of the documents, where the last of these is padding."""
+    are_of_positions: bool = False
+    """Whether Megatron is not told of them, but by position ids that restart."""
 
 
 def packed_seq_params_of(
@@ -51,6 +53,8 @@ APART = ("reset_attention_mask", "dataloader_inter_document_masking", "sft")
 """Megatron-LM's arguments that ask for attention within documents."""
 SFT_ON_ALL_STAGES = (0, 17)
 """The first Megatron that tells all pipeline stages of the sequences of ``--sft``."""
+MTP_RECOMPUTES_SEQUENCES = (0, 18)
+"""The first Megatron that can run layers of multi-token prediction again which are given packed sequences."""
 
 
 def masks_documents(arguments) -> bool:
@@ -81,6 +85,16 @@ def check_documents(args) -> None:
         raise ConfigError(
             f"{asked} does not work with --overlap-moe-expert-parallel-comm, which does not tell "
             "layers what is packed: leave one of them out"
+        )
+    if (
+        getattr(args, "mtp_num_layers", None)
+        and getattr(args, "recompute_granularity", None) == "full"
+        and not is_from(MTP_RECOMPUTES_SEQUENCES)
+    ):
+        raise ConfigError(
+            f"{asked} does not work with --mtp-num-layers {args.mtp_num_layers} and --recompute-granularity "
+            "full: layers of multi-token prediction that this Megatron runs again cannot be told what is "
+            "packed; use --recompute-granularity selective, or Megatron 0.18 or later"
         )
     stages = getattr(args, "pipeline_model_parallel_size", None) or 1
     if asked != "--reset-attention-mask":
@@ -188,6 +202,7 @@ def _params_of_model(model, given: dict) -> DocumentParams | None:
     resets = is_active(arguments) and getattr(arguments, "reset_attention_mask", False)
     if params is None and resets and (ids := given.get("position_ids")) is not None:
         params = packed_seq_params_of(_documents_of_positions(ids, borders))
+        params.are_of_positions = True
     return params_for_layers(params, model.config, borders)
 
 

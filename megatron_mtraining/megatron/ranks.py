@@ -23,6 +23,7 @@ ARGUMENTS = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "num_layers",
+    "mtp_num_layers",
     "num_attention_heads",
     "num_query_groups",
     "kv_channels",
@@ -40,7 +41,13 @@ OF_PLANS = (
     "reset_position_ids",
 )
 """Those that the plans of balanced steps follow from, too."""
-FIELDS = ("context_parallel_size", "num_layers", "num_attention_heads", "params_dtype")
+FIELDS = (
+    "context_parallel_size",
+    "num_layers",
+    "mtp_num_layers",
+    "num_attention_heads",
+    "params_dtype",
+)
 """Those of a TransformerConfig, for training loops other than Megatron-LM's."""
 PACKAGES = ("megatron-mtraining", "megatron-core", "torch", "triton", "transformer-engine")
 

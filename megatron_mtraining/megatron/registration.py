@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..config import ConfigError
+from .checks import is_from
 from .missing_names import define_missing_names
 from .wrapping import wrap
 
@@ -29,6 +30,8 @@ class LiveChange(NamedTuple):
     """Takes the original and returns its replacement, which calls the original in runs with another
     attention backend."""
     why: str
+    since: tuple[int, int] = OLDEST
+    """The first Megatron-Core that has the function."""
 
 
 def live_changes() -> tuple[LiveChange, ...]:
@@ -39,6 +42,7 @@ def live_changes() -> tuple[LiveChange, ...]:
         decoder,
         density,
         gpt_model,
+        mtp,
         output_layer,
         packed_documents,
         recompute,
@@ -47,6 +51,7 @@ def live_changes() -> tuple[LiveChange, ...]:
     from .balance import batching
 
     gpt = "megatron.core.models.gpt.gpt_model:GPTModel"
+    prediction = "megatron.core.transformer.multi_token_prediction"
     return (
         LiveChange(
             "megatron.training.arguments",
@@ -167,6 +172,28 @@ def live_changes() -> tuple[LiveChange, ...]:
             "computes both here, with the logits of all tokens between them.",
         ),
         LiveChange(
+            "megatron.core.models.common.language_module.language_module:LanguageModule",
+            "compute_language_model_loss",
+            output_layer.wrap_language_model_loss,
+            "Computes output layer and loss of multi-token prediction in chunks, too: Megatron shifts its "
+            "labels after the output layer.",
+        ),
+        LiveChange(
+            prediction,
+            "_compute_mtp_acceptance_counts",
+            output_layer.wrap_acceptance_counts,
+            "Counts the tokens that multi-token prediction has right in chunks: it needs their logits.",
+            (0, 19),
+        ),
+        LiveChange(
+            prediction,
+            "roll_tensor",
+            mtp.wrap_roll_tensor,
+            "Shifts the tokens of multi-token prediction within packed documents, however these are cut over "
+            "ranks: Megatron sends the ends of each document on their own, and finds them in `cu_seqlens_q` "
+            "only.",
+        ),
+        LiveChange(
             "megatron.training.training",
             "training_log",
             density.wrap_training_log,
@@ -270,9 +297,14 @@ LIVE_STATE = (
         "logits are needed. Its `__name__` stays `ColumnParallelLinear`, which Megatron-FSDP looks for.",
     ),
     LiveState(
-        "`mtraining_borders` of the model and its decoder",
+        "`mtraining_borders` of the model, its decoder and the layers of multi-token prediction",
         "`borders.py`, in `GPTModel.__init__`",
         "Over which ranks hidden states change their layout, and to which; None without context parallelism.",
+    ),
+    LiveState(
+        "hooks before and after the transformer layers of multi-token prediction",
+        "`mtp.py`, in `GPTModel.__init__`",
+        "Change the layout of hidden states, as around the decoder, and hand on documents.",
     ),
     LiveState(
         "`mtraining_checked` on an `attention_mask`",
@@ -312,6 +344,7 @@ def register() -> None:
     define_missing_names()
     if not _has_training():
         changes = [row for row in changes if not row.owner.startswith("megatron.training.")]
+    changes = [row for row in changes if is_from(row.since)]
     # Find all of them first: nothing is replaced if one is missing.
     for change, owner in [(change, find_owner(change, version)) for change in changes]:
         wrap(owner, change.name, change.wrapper)

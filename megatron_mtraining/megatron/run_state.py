@@ -14,6 +14,7 @@ from ..pattern import Steering
 from .arguments import length_of, settings
 from .backend import is_active, training_arguments
 from .balance.run import RunBalance
+from .checks import attention_layers
 from .options import attribute
 
 
@@ -140,7 +141,8 @@ class RunState:
             config: a layer's settings; None for the command line's.
         """
         args = training_arguments()
-        return self.steering_of(config or settings(), args.num_layers, args.num_attention_heads)
+        layers = attention_layers(args)
+        return self.steering_of(config or settings(), layers, args.num_attention_heads)
 
     @property
     def steerings(self) -> list[Steering]:

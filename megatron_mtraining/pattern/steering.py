@@ -202,8 +202,9 @@ class Steering:
         if self._aim is None:
             layers, heads = self._shape
             aims = torch.full(self._shape, float(self._target))
+            # Layers of multi-token prediction are not among those that a settings file numbers.
             for layer in range(layers) if self._heads else ():
-                policies = head_policies(self.config, layer, layers, heads) or ()
+                policies = head_policies(self.config, layer, None, heads) or ()
                 for head, policy in enumerate(policies):
                     if not has_price(policy):
                         aims[layer, head] = math.nan
@@ -270,7 +271,7 @@ def _median(table: list[list[float]], config: MTrainingConfig) -> float:
     """The median of the prices of heads that have one; of all if none has, and so none moves."""
     found: list[float] = []
     for layer, row in enumerate(table):
-        policies = head_policies(config, layer, len(table), len(row)) or [config.policy] * len(row)
+        policies = head_policies(config, layer, None, len(row)) or [config.policy] * len(row)
         found += [price for policy, price in zip(policies, row) if has_price(policy)]
     return statistics.median(found or [price for row in table for price in row])
 

@@ -28,7 +28,7 @@ REFUSED = {
     "dynamic_context_parallel": True,
     "hierarchical_context_parallel_sizes": [2, 2, 2],
     "cp_comm_type": ["a2a"],
-    "mtp_num_layers": 1,
+    "mtp_hsm": True,
     "is_hybrid_model": True,
     "hybrid_layer_pattern": "M*M*",
     "hybrid_override_pattern": "M*M*",

@@ -54,9 +54,19 @@ def test_other_models_are_refused(model, backend):
         model(config=config(chosen))
 
 
-def test_multi_token_prediction_is_refused():
-    with pytest.raises(ConfigError, match="--mtp-num-layers"):
-        build(config(AttnBackend["mtraining"]), mtp_block_spec=get_gpt_layer_local_spec())
+@pytest.mark.parametrize(
+    "name, match",
+    [
+        ("mtp_standalone", "--mtp-num-layers.*stage without the loss.*layout"),
+        ("overlap_moe_expert_parallel_comm", "--mtp-num-layers.*runs the layers .* in parts"),
+    ],
+)
+def test_multi_token_prediction_is_refused_where_it_is_run_otherwise(name, match):
+    made = config(AttnBackend["mtraining"])
+    made.mtp_num_layers = 1
+    setattr(made, name, True)
+    with pytest.raises(ConfigError, match=match):
+        build(made)
 
 
 def test_yarn_without_its_settings_is_refused():

@@ -4,6 +4,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_mtraining.relayout import zigzag
 from megatron_mtraining.visibility import VisibleRanges
@@ -23,6 +24,7 @@ YARN = dict(
     yarn_beta_slow=1.0, yarn_mscale=1.0, yarn_mscale_all_dim=0.0,
     yarn_correction_range_round_to_int=True,
 )  # fmt: skip
+MTP = dict(mtp_num_layers=2, calculate_per_token_loss=True)
 CASES = {
     # position embeddings, more of the config, and what is packed
     "rope": ("rope", {}, ""),
@@ -35,6 +37,9 @@ CASES = {
     "documents, learned positions": ("learned_absolute", {}, "documents"),
     "sequences": ("rope", {}, "sequences"),
     "sequences, learned positions": ("learned_absolute", FULL, "sequences"),
+    "multi-token prediction, everything recomputed": ("yarn", YARN | MTP | FULL, ""),
+    "documents, multi-token prediction": ("learned_absolute", MTP, "documents"),
+    "sequences, multi-token prediction": ("rope", MTP, "sequences"),
 }
 
 
@@ -62,7 +67,19 @@ def whole_batch(packed: str) -> dict:
         batch["loss_mask"] = torch.cat([torch.arange(n) < own for n, own in zip(PADDED, TOKENS)])[
             None
         ].float()
+    for entry, lengths in enumerate([PADDED] if sequences else LENGTHS if packed else []):
+        batch["loss_mask"][entry] *= torch.cat([_counts_stay(n) for n in lengths])
+    if not sequences:
+        batch["loss_mask"] *= _counts_stay(SEQUENCE)
     return batch
+
+
+def _counts_stay(length: int) -> Tensor:
+    """A loss mask of a sequence of which no rank has fewer tokens after two shifts by one: multi-token
+    prediction scales losses by the number on a rank."""
+    position = torch.arange(length)
+    starts = [position % max(length // (2 * size), 1) < 2 for size in (1, 2, 3, 4)]
+    return ~torch.stack([position < 2, *starts]).any(0)
 
 
 def one_by_one(batch: dict, packed: str) -> list[dict]:
@@ -105,10 +122,12 @@ def params_of(batch: dict, packed: str):
 def train_once(case: str, model, rank: int = 0, size: int = 1, ours: bool = False) -> dict:
     """Loss and gradients of one batch, summed over the context-parallel ranks."""
     from megatron.core.pipeline_parallel.schedules import custom_backward
+    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
     packed = CASES[case][2]
     batch = whole_batch(packed)
     count, params, loss = batch["loss_mask"].sum(), None, 0.0
+    MTPLossAutoScaler.set_loss_scale(1 / count)
     if ours:
         batches, params = [of_rank(batch, packed, rank, size)], params_of(batch, packed)
     else:
@@ -116,7 +135,7 @@ def train_once(case: str, model, rank: int = 0, size: int = 1, ours: bool = Fals
     for batch in batches:
         losses = model(
             batch["tokens"], batch["position_ids"], None, labels=batch["labels"],
-            packed_seq_params=params,
+            packed_seq_params=params, loss_mask=batch["loss_mask"],
         )  # fmt: skip
         loss = loss + (losses * batch["loss_mask"]).sum() / count
     custom_backward(loss, None)  # as training does; torch's own would leave the CPU shim
@@ -154,8 +173,9 @@ def parity(rank: int, size: int, file) -> None:
     megatron_mtraining.register()
     for case in CASES:
         model = model_of(case, True, size)
-        for layer in model.decoder.layers:
-            assert type(layer.self_attention.core_attention) is MTrainingAttention
+        ours = [each for each in model.modules() if type(each) is MTrainingAttention]
+        depths = CASES[case][1].get("mtp_num_layers", 0)
+        assert [each.layer_number for each in ours] == list(range(1, 3 + depths))
         ours = train_once(case, model, rank, size, ours=True)
         assert ours.keys() == expected[case].keys()
         for part, value in ours.items():
@@ -164,7 +184,9 @@ def parity(rank: int, size: int, file) -> None:
             torch.testing.assert_close(
                 value, wanted, atol=1e-5, rtol=1e-5, msg=lambda m, at=(case, part): f"{at}: {m}"
             )
-        assert take_density().density.mean == pytest.approx(1, abs=1e-6)
+        found = take_density()
+        assert found.ran.all() and len(found.ran) == 2 + depths
+        assert found.density.mean == pytest.approx(1, abs=1e-6)
         if size == 1:
             check_other_models_are_untouched(case, expected[case])
 

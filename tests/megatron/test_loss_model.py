@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.support.gpt_models import VOCABULARY, build, draw_batch, run_schedule, start
 from tests.support.ranks import run_ranks
@@ -27,6 +28,9 @@ CASES = [
     dict(ranks=2, tied=False, chunk=100, tp=2, fused=True),
     dict(ranks=2, tied=False, chunk=100, dp=2, fused=True),
     dict(ranks=2, tied=True, chunk=100, pp=2, fused=True),
+    dict(ranks=1, tied=False, chunk=100, mup=True, mtp=2),
+    dict(ranks=2, tied=True, chunk=100, tp=2, sp=True, mtp=2),
+    dict(ranks=2, tied=False, chunk=100, pp=2, mtp=1),
 ]
 
 
@@ -39,7 +43,7 @@ def model_of(case: dict, chunk: int | None):
         num_layers=case.get("pp", 1), gradient_accumulation_fusion=bool(case.get("fused")),
         tensor_model_parallel_size=case.get("tp", 1), pipeline_model_parallel_size=case.get("pp", 1),
         sequence_parallel=case.get("sp", False), pipeline_dtype=dtype, params_dtype=dtype,
-        bf16=dtype is torch.bfloat16,
+        bf16=dtype is torch.bfloat16, mtp_num_layers=case.get("mtp"),
     )  # fmt: skip
     if case.get("mup") and hasattr(TransformerConfig, "use_mup"):  # from Megatron-Core 0.17 on
         config.update(use_mup=True, mup_output_mult=0.25)
@@ -93,6 +97,11 @@ def train(model, case: dict) -> dict:
         assert len(results) == 3
     for name, param in model.named_parameters():
         results[name] = param.main_grad.float().clone()
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    logged = MTPLossLoggingHelper.tracker  # losses, and from 0.19 on the tokens that are right
+    results.update({key: each.clone() for key, each in logged.items() if isinstance(each, Tensor)})
+    logged.clear()
     wrapped.eval()
     with torch.no_grad():
         run_schedule([wrapped], batches, loss_of, SHAPE, forward_only=True)
@@ -105,6 +114,7 @@ def compare(case: dict) -> None:
     from megatron_mtraining.megatron.output_layer import ChunkedOutputLayer
 
     theirs, ours = model_of(case, 0), model_of(case, case["chunk"])
+    assert hasattr(ours, "mtp") == (ours.post_process and "mtp" in case)
     layer = getattr(theirs, "output_layer", None)
     assert layer is None or type(layer) is tensor_parallel.ColumnParallelLinear
     assert layer is None or type(ours.output_layer) is ChunkedOutputLayer
@@ -114,13 +124,16 @@ def compare(case: dict) -> None:
     assert theirs.state_dict().keys() == ours.state_dict().keys()
     expected, actual = train(theirs, case), train(ours, case)
     assert expected.keys() == actual.keys()
-    assert len(calls) == (0 if layer is None else 6)
+    depths = case.get("mtp", 0)
+    assert (
+        (len(calls) >= 6 * (1 + depths) * 2) if depths and layer else len(calls) == 6 * bool(layer)
+    )
     tolerance = 2e-2 if case.get("bf16") else 2e-6
     for name, value in expected.items():
         assert value.abs().max() > 0 or name.endswith("bias"), name
         error = (actual[name] - value).norm() / value.norm().clamp(min=1e-12)
         assert error < tolerance, (case, name, error.item())
-    if ours.post_process and ours.pre_process:  # inference: logits, as ever
+    if ours.post_process and ours.pre_process and not depths:  # inference: logits, as ever
         batch = draw_batch(*SHAPE)
         with torch.no_grad():
             logits = [m(batch["tokens"], batch["position_ids"], None) for m in (ours, theirs)]

@@ -38,7 +38,10 @@ def build(settings: dict | None, config: dict | None = None, **model):
         config: of TransformerConfig. What this version has no argument for is set on the config.
         model: arguments of GPTModel in place of the usual ones.
     """
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_mtp_block_spec,
+    )
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.enums import AttnBackend
@@ -59,10 +62,13 @@ def build(settings: dict | None, config: dict | None = None, **model):
         setattr(made, name, given[name])
     if settings is not None:
         made.mtraining = MTrainingConfig.from_options(**settings)
+    spec = get_gpt_layer_local_spec()
     usual = dict(
-        transformer_layer_spec=get_gpt_layer_local_spec(), vocab_size=VOCABULARY,
-        max_sequence_length=1024, position_embedding_type="rope",
+        transformer_layer_spec=spec, vocab_size=VOCABULARY, max_sequence_length=1024,
+        position_embedding_type="rope",
     )  # fmt: skip
+    if made.mtp_num_layers:
+        usual["mtp_block_spec"] = get_gpt_mtp_block_spec(made, spec, use_transformer_engine=False)
     return GPTModel(config=made, **{**usual, **model})
 
 

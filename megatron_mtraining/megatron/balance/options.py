@@ -28,7 +28,10 @@ from ..packed_documents import masks_documents
 PLANNED = "plans are made for global batches of one size; leave it out"
 REFUSED = dict.fromkeys(
     ("rampup_batch_size", "step_batch_size_schedule", "decrease_batch_size_if_needed"), PLANNED
-) | {"sft": "the lengths of its samples are known only when they are read; leave it out"}
+) | {
+    "sft": "the lengths of its samples are known only when they are read; leave it out",
+    "mtp_use_repeated_layer": "one layer runs several times in a micro-batch; leave it out",
+}
 """Megatron's options that batching and tuning do not work with; :data:`..checks.REFUSALS` has more."""
 
 
