@@ -31,6 +31,7 @@ def attend(
     cp_group: ProcessGroup | None = None,
     cp_inner: int | None = None,
     softmax_scale: float | None = None,
+    softmax_offset: Tensor | None = None,
     documents: VisibleRanges | None = None,
     head_policies: Sequence[Policy] | None = None,
     price: Tensor | None = None,
@@ -50,6 +51,9 @@ def attend(
         cp_inner: ranks of an inner group, whose keys are attended to in one round; None for
             :func:`~megatron_mtraining.layout.inner_size`.
         softmax_scale: default ``d ** -0.5``.
+        softmax_offset: float ``[h]``: one more logit in the softmax of all rows of a head, without a value,
+            as attention sinks and Megatron's ``softmax_type`` have it. Its gradient is of this rank's rows.
+            None for none.
         documents: packed documents of the whole sequence, on this device: queries attend to keys of their own
             document alone, in the pattern search too. None for one document.
         head_policies: the policy of each of the ``h`` heads, a list, as
@@ -77,8 +81,9 @@ def attend(
             the difference; with other settings, documents or prices of the same shapes, results can be wrong.
     """
     call = AttentionCall(
-        query, key, value, config, softmax_scale, documents, head_policies, price, pattern, saved
-    )
+        query, key, value, config, softmax_scale, documents, head_policies, price, pattern, saved,
+        softmax_offset,
+    )  # fmt: skip
     call.check_kinds()
     # Kernels are launched on the operands' device, and autocast would round scores that are in float32.
     with own_context(query.device) or nullcontext():
@@ -116,6 +121,9 @@ def _attend(
         index = search_pattern(
             query, key, config, cp, scale, head_policies=call.head_policies, price=call.price,
             visible=call.documents, gather_keys=keys.gather_column_keys,
+            softmax_offset=call.softmax_offset,
         )  # fmt: skip
-    found = ring_attention(query, key, value, index, ring, scale, computed, keys, pruning)
+    found = ring_attention(
+        query, key, value, index, ring, scale, computed, keys, pruning, call.softmax_offset
+    )
     return AttentionResult(found.out, found.lse, index, found.packed, scale)

@@ -7,7 +7,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
@@ -37,7 +37,8 @@ class AttentionResult(NamedTuple):
     out: Tensor
     """``[s, b, h, d]``, in the query's dtype, contiguous."""
     lse: Tensor
-    """Log-sum-exp of the rows' scores, ``[b, h, s]``, float32 (float64 for float64); no gradient."""
+    """Log-sum-exp of the rows' scores, and of the softmax offset, ``[b, h, s]``, float32 (float64 for
+    float64); no gradient."""
     # Shadows tuple.index(), which is never used.
     index: Pattern  # type: ignore[assignment]
     """The pattern that was attended to."""
@@ -61,6 +62,7 @@ class AttentionCall(NamedTuple):
     price: Tensor | None
     pattern: Pattern | None
     saved: AttentionResult | None
+    softmax_offset: Tensor | None = None
 
     @property
     def scale(self) -> float:
@@ -82,6 +84,7 @@ class AttentionCall(NamedTuple):
             None if self.head_policies is None else tuple(self.head_policies),
             *[(tensor.shape, tensor.dtype) for tensor in operands.values()],
             _shape_of_documents(self.documents), _shape_of(self.price),
+            _shape_of(self.softmax_offset),
         )  # fmt: skip
         compared = _COMPARED.setdefault(cp, set()) if self.query.is_cuda else set()
         if kind in compared:
@@ -93,6 +96,9 @@ class AttentionCall(NamedTuple):
             given[f"the dtype of the {name}"] = str(tensor.dtype)
         given["the number of ranks in an inner group"] = cp.inner
         given["softmax_scale"] = self.scale
+        given["the shape of the softmax_offset"] = _shape_of(self.softmax_offset)
+        if _is_on_cpu(self.softmax_offset):
+            given["softmax_offset"] = self.softmax_offset.tolist()
         # Some change which collectives there are.
         given.update(
             {f"{name} in the environment": os.environ.get(name, "unset") for name in SWITCHES}
@@ -101,11 +107,7 @@ class AttentionCall(NamedTuple):
         given["the shape of the documents"] = _shape_of_documents(self.documents)
         price = self.price
         given["the shape of the price"] = _shape_of(price)
-        if (
-            isinstance(price, Tensor)
-            and price.device.type == "cpu"
-            and price.layout is torch.strided
-        ):
+        if _is_on_cpu(price):
             given["price"] = price.tolist()
         for name in ("pattern", "saved"):
             given[name] = "none" if getattr(self, name) is None else "given"
@@ -150,6 +152,7 @@ class AttentionCall(NamedTuple):
         check_operands(query, key, self.value)
         if self.documents is not None:
             self.documents.check(query.shape[1], query.shape[0] * cp.world, query.device)
+        self._check_offset()
         self._check_policies()
         self._check_price()
         if self.pattern is not None and self.saved is not None:
@@ -173,6 +176,20 @@ class AttentionCall(NamedTuple):
             )
         if self.saved is not None and self.config.backward_threshold:
             self._check_packed(self.saved.packed, index)
+
+    def _check_offset(self) -> None:
+        """Raise ValueError unless there is a softmax offset for each head, or none."""
+        offset = self.softmax_offset
+        if offset is None:
+            return
+        if not isinstance(offset, Tensor) or not offset.is_floating_point():
+            raise ValueError(f"softmax_offset is {offset!r}: give a tensor of floats, or None")
+        check_values(query=self.query, softmax_offset=offset)
+        heads = self.query.shape[2]
+        if tuple(offset.shape) != (heads,):
+            raise ValueError(
+                f"softmax_offset has shape {list(offset.shape)}: give one number for each of {heads} heads"
+            )
 
     def _check_policies(self) -> None:
         """Raise ValueError unless there is a policy for each head, which goes with the settings."""
@@ -257,6 +274,12 @@ class AttentionCall(NamedTuple):
 
 def _kind(value: object) -> str:
     return type(value).__name__
+
+
+def _is_on_cpu(tensor: object) -> TypeGuard[Tensor]:
+    if not isinstance(tensor, Tensor):
+        return False
+    return tensor.layout is torch.strided and tensor.device.type == "cpu"
 
 
 def _shape_of(tensor: Tensor | None) -> tuple[int, ...] | None:

@@ -42,6 +42,8 @@ WRONG = {
     "price with a gradient": (dict(price=torch.ones(4, requires_grad=True)), "detach"),
     "scale of a text": (dict(softmax_scale="1"), "softmax_scale is '1'"),
     "scale of a tensor": (dict(softmax_scale=torch.tensor(0.1)), "softmax_scale is tensor"),
+    "offset of a number": (dict(softmax_offset=1.0), "softmax_offset is 1.0"),
+    "offsets of fewer heads": (dict(softmax_offset=torch.ones(3)), r"softmax_offset has shape \[3\]"),
     "no documents": (dict(documents=[100, 156]), "documents are a list"),
     "number of policies": (dict(head_policies=4), "head_policies are a int"),
     "policy by name": (dict(head_policies=["price"] * 4), "policy of head 0 is 'price'"),

@@ -46,6 +46,12 @@ def recall_of(
     return attention_recall(masses[1], distances, columns, held, sample.seq_length, one, rows)
 
 
+def held_out(sample: SampledRows, of_rows: Tensor) -> Tensor:
+    """Numbers of the sampled rows, ``[..., R]``, of the held-out ones; of all rows if none are."""
+    strata = of_rows.unflatten(-1, (-1, sample.rows_per_stratum))
+    return strata[..., sample.num_selection_rows % sample.rows_per_stratum :].flatten(-2)
+
+
 def recall_of_slashes(
     sample: SampledRows,
     key: Tensor,
@@ -76,8 +82,7 @@ def recall_of_blocks(
     """
     batch, heads, _, num_blocks = blocks.shape
     size, world = sample.block_size, sample.world
-    held = torch.arange(len(sample.rows), device=key.device).view(-1, sample.rows_per_stratum)
-    held = held[:, sample.num_selection_rows % sample.rows_per_stratum :].flatten()
+    held = held_out(sample, torch.arange(len(sample.rows), device=key.device))
     rows = sample.rows.long()[held]
     owner, local = owner_of(rows // size, world, sample.inner)
     seen = blocks.index_select(2, torch.where(owner == sample.rank, local, 0))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from ..config import DENSE, MTrainingConfig, Policy
@@ -39,6 +40,7 @@ def search_pattern(
     price: Tensor | None = None,
     visible: VisibleRanges | None = None,
     gather_keys: Callable[[VerticalSlashIndex], Tensor] | None = None,
+    softmax_offset: Tensor | None = None,
 ) -> VerticalSlashIndex | BlockListIndex:
     """The pattern of one attention call, from its own queries and keys.
 
@@ -56,6 +58,8 @@ def search_pattern(
         visible: of the whole sequence, which keys a query sees; None if all up to its own.
         gather_keys: returns the keys of an index's columns, ``[b, h, C, d]``, of all ranks: attention needs
             them too, so they are sent just once. Not called by all selectors.
+        softmax_offset: float ``[h]``, of the softmax of attention: it takes its share of a row's attention,
+            which no key has and which is never lost. None for none.
 
     Returns:
         The same index on all ranks. Block lists (policies xattention, moba) differ: each rank has the lists
@@ -76,7 +80,8 @@ def search_pattern(
         )
         return replace(index, visible=visible, is_dense=visible is None)
     prices = _prices(config, policies, price, query.device)
-    graphs = None if visible is not None else SearchGraphs.of_stream(query, key, cp.world)
+    is_plain = visible is None and softmax_offset is None
+    graphs = SearchGraphs.of_stream(query, key, cp.world) if is_plain else None
     if graphs is not None:
         kind = SearchKind.of(query, key, config, cp, softmax_scale, own)
         graph = graphs.get(kind)
@@ -90,7 +95,8 @@ def search_pattern(
             return index_of(select(query, key, call, policies), call)
 
         graphs.capture(kind, search, sample, key, cp, prices)  # for later searches of this kind
-    call = _call(sample, key, config, cp, prices)._replace(gather_keys=gather_keys)
+    call = _call(sample, key, config, cp, prices, softmax_offset)
+    call = call._replace(gather_keys=gather_keys)
     return index_of(select(query, key, call, policies), call)
 
 
@@ -148,9 +154,19 @@ def _sample(
 
 
 def _call(
-    sample: SampledRows, key: Tensor, config: MTrainingConfig, cp: CPGroup, prices: Tensor
+    sample: SampledRows,
+    key: Tensor,
+    config: MTrainingConfig,
+    cp: CPGroup,
+    prices: Tensor,
+    softmax_offset: Tensor | None = None,
 ) -> SelectorCall:
-    return SelectorCall(sample, sampled_lse(sample, key, cp), cp, config, prices)
+    lse, share = sampled_lse(sample, key, cp), None
+    if softmax_offset is not None:
+        offset = softmax_offset.detach().float()[:, None]
+        lse = torch.logaddexp(lse, offset)
+        share = torch.exp(offset - lse)
+    return SelectorCall(sample, lse, cp, config, prices, offset_share=share)
 
 
 def _prices(

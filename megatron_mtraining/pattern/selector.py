@@ -20,7 +20,7 @@ from ..cp_group import CPGroup
 from ..kernels.types import SampledRows
 from .block_list_index import MAX_LIST_ENTRIES, BlockListIndex, build_block_index
 from .constants import constant
-from .recall import recall_of_blocks, recall_of_slashes
+from .recall import held_out, recall_of_blocks, recall_of_slashes
 from .sampled_rows import exposed_rows
 from .vertical_slash_index import VerticalSlashIndex, build_index
 
@@ -30,7 +30,8 @@ class SelectorCall(NamedTuple):
 
     sample: SampledRows
     lse: Tensor
-    """float32 ``[b, h, R]``: log-sum-exp of the sampled rows' scores, over the keys of all ranks."""
+    """float32 ``[b, h, R]``: log-sum-exp of the sampled rows' scores, over the keys of all ranks, and of the
+    softmax offset."""
     cp: CPGroup
     config: MTrainingConfig
     """Settings of the run. Its policy is not read: heads may have others."""
@@ -38,6 +39,9 @@ class SelectorCall(NamedTuple):
     """float32 ``[h]``; any number for heads whose policy has no price."""
     gather_keys: Callable[[VerticalSlashIndex], Tensor] | None = None
     """See :func:`.search.search_pattern`. None where the index of a selector is not that of the call."""
+    offset_share: Tensor | None = None
+    """float32 ``[b, h, R]``: the share of the sampled rows' attention that the softmax offset takes; None
+    without one. It is added to recall: selectors leave it out."""
 
     @property
     def sink(self) -> int:
@@ -78,7 +82,8 @@ class Selected(NamedTuple):
     pattern: Pattern
     metrics: dict[str, Tensor]
     """Numbers by name, float32 ``[b, h]``. ``recall``, the share of the held-out rows' attention that is
-    kept, is added if the selector does not have it."""
+    kept, is added if the selector does not have it. The share of a softmax offset is no key's and not in it
+    (:attr:`SelectorCall.offset_share`)."""
 
 
 class Selector(ABC):
@@ -217,7 +222,11 @@ def index_of(selected: Selected, call: SelectorCall) -> VerticalSlashIndex | Blo
         )  # fmt: skip
     exposed = exposed_rows(call.sample, call.config)
     visible = call.sample.visible
-    return replace(index, metrics=selected.metrics, exposed=exposed, visible=visible)
+    metrics = selected.metrics
+    if call.offset_share is not None:
+        share = held_out(call.sample, call.offset_share).mean(-1)
+        metrics = {**metrics, "recall": (metrics["recall"] + share).clamp(max=1)}
+    return replace(index, metrics=metrics, exposed=exposed, visible=visible)
 
 
 def _capacity(pattern: Pattern) -> int | None:

@@ -28,6 +28,7 @@ from ..pattern.vertical_slash_index import PatternIndex
 from ..tensors import own_context
 from .pruning import BackwardPruning, Marking, PrunedPattern
 from .schedule import Action, Link, Op, backward_ops, forward_ops
+from .softmax_offset import add_offset, offset_gradient, offset_share
 from .transport import Ring, Transfer
 
 
@@ -152,6 +153,7 @@ def _forward(
     softmax_scale: float,
     keys: KeysAndValues | None = None,
     marking: Marking | None = None,
+    offset: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     length, batch, heads, _ = query.shape
     lse_dtype = torch.promote_types(query.dtype, torch.float32)
@@ -170,6 +172,8 @@ def _forward(
                     ForwardInputs(query, of_round, index, softmax_scale, lse, out, marks)
                 )
     assert out is not None, "there is a round"
+    if offset is not None:
+        add_offset(out, lse, offset)
     return out, lse
 
 
@@ -186,8 +190,10 @@ def _backward(
     pruning: BackwardPruning | None = None,
     *,
     packed: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The gradients of queries, ``[s, b, h, d]``, and of keys and values, ``[2, s, b, hk, d]``.
+    offset: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The gradients of queries, ``[s, b, h, d]``, of keys and values, ``[2, s, b, hk, d]``, and of the
+    softmax offset, ``[h]``; None without.
 
     Args:
         packed: the marks of blocks, if pruned.
@@ -250,9 +256,12 @@ def _backward(
         elif op.action is Action.FINISH_DQ:
             dq = kernels.finish_query_sums(inputs, key, value)
     if pruned is not None:
+        if attended is not None and offset is not None:
+            attended += offset_share(lse, offset)  # is not left out
         pruned.tell(attended)
     assert dq is not None and dkv.value is not None, "the schedule computes both"
-    return dq, dkv.value.to(key.dtype)
+    grad_offset = None if offset is None else offset_gradient(lse, delta, offset)
+    return dq, dkv.value.to(key.dtype), grad_offset
 
 
 def _start_column_grads(inputs: BackwardInputs, columns: Transfer, ring: Ring) -> Transfer:
@@ -270,25 +279,28 @@ class RingResult(NamedTuple):
     out: Tensor
     """``[s, b, h, d]``, in the query's dtype, contiguous."""
     lse: Tensor
-    """Log-sum-exp of the rows' scores, ``[b, h, s]``, float32 (float64 for float64); no gradient."""
+    """Log-sum-exp of the rows' scores, and of the softmax offset, ``[b, h, s]``, float32 (float64 for
+    float64); no gradient."""
     packed: Tensor | None
     """The marks of the blocks of a pruned backward (:class:`.pruning.Marking`); None if it is not pruned."""
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, index, ring, softmax_scale, saved, keys, pruning):
+    def forward(ctx, query, key, value, offset, index, ring, softmax_scale, saved, keys, pruning):
         packed: Tensor | None = None
         if saved is None:
             marking = None if pruning is None else Marking(index, pruning)
-            out, lse = _forward(query, key, value, index, ring, softmax_scale, keys, marking)
+            out, lse = _forward(
+                query, key, value, index, ring, softmax_scale, keys, marking, offset
+            )
             if marking is not None:
                 packed = marking.packed()
         else:
             out, lse = (each.detach() for each in saved[:2])
             if saved.packed is not None:
                 packed = saved.packed.detach()
-        ctx.save_for_backward(query, key, value, out, lse, packed)
+        ctx.save_for_backward(query, key, value, offset, out, lse, packed)
         ctx.rest = index, ring, softmax_scale, pruning
         ctx.mark_non_differentiable(*[each for each in (lse, packed) if each is not None])
         return out, lse, packed
@@ -299,10 +311,12 @@ class _RingAttention(torch.autograd.Function):
         if (within := own_context(grad_out.device)) is not None:
             with within:
                 return _RingAttention.backward(ctx, grad_out)
-        query, key, value, out, lse, packed = ctx.saved_tensors
+        query, key, value, offset, out, lse, packed = ctx.saved_tensors
         (grad_out,) = unit_stride(grad_out)
-        dq, dkv = _backward(query, key, value, grad_out, out, lse, *ctx.rest, packed=packed)
-        return dq, dkv[0], dkv[1], *[None] * 6
+        dq, dkv, grad_offset = _backward(
+            query, key, value, grad_out, out, lse, *ctx.rest, packed=packed, offset=offset
+        )
+        return dq, dkv[0], dkv[1], grad_offset, *[None] * 6
 
 
 def ring_attention(
@@ -315,6 +329,7 @@ def ring_attention(
     saved: RingResult | None = None,
     keys: KeysAndValues | None = None,
     pruning: BackwardPruning | None = None,
+    softmax_offset: Tensor | None = None,
 ) -> RingResult:
     """Sparse causal attention over a block-striped sequence, for operands that have been validated.
 
@@ -328,8 +343,9 @@ def ring_attention(
             run then, and nothing is sent.
         keys: the same key and value, if they are in flight already. Used up.
         pruning: of the backward's blocks (:mod:`.pruning`); None for the gradient of all.
+        softmax_offset: ``[h]`` (:mod:`.softmax_offset`); None for none.
     """
     found = _RingAttention.apply(
-        query, key, value, index, ring, softmax_scale, saved, keys, pruning
+        query, key, value, softmax_offset, index, ring, softmax_scale, saved, keys, pruning
     )
     return RingResult(*found)

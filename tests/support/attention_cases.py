@@ -109,14 +109,19 @@ def written_out_mask(index, batch, heads):
     return torch.stack(rows)
 
 
-def dense_attention(query, key, value, grad_out, mask, scale):
-    """out and the gradients of query, key, value in float64, under a bool mask ``[b, h, N, N]``."""
-    leaves = [t.detach().double().requires_grad_() for t in (query, key, value)]
+def dense_attention(query, key, value, grad_out, mask, scale, offset=None):
+    """out and the gradients of query, key, value, and softmax offset ``[h]`` if there is one, in float64,
+    under a bool mask ``[b, h, N, N]``."""
+    given = (query, key, value) if offset is None else (query, key, value, offset)
+    leaves = [t.detach().double().requires_grad_() for t in given]
     group = query.shape[2] // key.shape[2]
-    q, k, v = (t.permute(1, 2, 0, 3) for t in leaves)
+    q, k, v = (t.permute(1, 2, 0, 3) for t in leaves[:3])
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = (q @ k.transpose(-1, -2) * scale).masked_fill(~mask, float("-inf"))
-    out = (scores.softmax(-1) @ v).permute(2, 0, 1, 3)
+    if offset is not None:
+        column = leaves[3][:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, column), -1)
+    out = (scores.softmax(-1)[..., : k.shape[2]] @ v).permute(2, 0, 1, 3)
     return out.detach(), *torch.autograd.grad(out, leaves, grad_out.double())
 
 
