@@ -18,6 +18,7 @@ from tests.support import cpu_shim
 from tests.support.running import torchrun
 
 SHIM = Path(cpu_shim.__file__)
+GPT = "pretrain_gpt.py"
 STEPS = 20
 SEQUENCE = 512
 MODEL = f"""
@@ -79,19 +80,34 @@ class Tree:
         less = "self._vocab_size - 1" in (self.roots["launcher"] / null).read_text()
         return f"--tokenizer-type NullTokenizer --vocab-size {eod + less}"
 
-    def run(self, way: str, processes: int, *words: str, timeout: float = 300, data: str = MOCK):
-        """pretrain_gpt.py: ``way`` is "launcher", "patch", or "plain" for neither."""
-        command, root = self.command(way, *words, data=data)
+    def run(
+        self,
+        way: str,
+        processes: int,
+        *words: str,
+        timeout: float = 300,
+        data: str = MOCK,
+        script=GPT,
+    ):
+        """A script of Megatron-LM: ``way`` is "launcher", "patch", or "plain" for neither."""
+        command, root = self.command(way, *words, data=data, script=script)
         # What this process takes the package from, too: it may not be the one that is installed.
         path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
         return torchrun(processes, *command, timeout=timeout, PYTHONPATH=path)
 
-    def command(self, way: str, *words: str, data: str = MOCK) -> tuple[list, Path]:
+    def command(self, way: str, *words: str, data: str = MOCK, script=GPT) -> tuple[list, Path]:
         """The words after torchrun's own of :meth:`run`, and the folder that Python looks in."""
         root = self.roots["patch" if way == "patch" else "launcher"]
         how = ["-m", "megatron_mtraining.launch"] if way == "launcher" else []
-        script = root / "pretrain_gpt.py"
-        return [SHIM, *how, script, *MODEL.split(), *TRAINING.split(), *data.split(), *words], root
+        return [
+            SHIM,
+            *how,
+            root / script,
+            *MODEL.split(),
+            *TRAINING.split(),
+            *data.split(),
+            *words,
+        ], root
 
     def plain(self, processes: int = 1, *words: str):
         """The run of Megatron's own attention, without the plug-in; made once."""
