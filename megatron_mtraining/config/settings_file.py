@@ -9,6 +9,7 @@ list of a pattern's name, its numbers, and a score that is not read.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 
 from ..errors import ConfigError
@@ -45,10 +46,26 @@ def head_policies(
     return _policies(config, num_layers, num_heads).get(layer)
 
 
-def check_settings_file(config: MTrainingConfig, num_layers: int | None, num_heads: int) -> None:
-    """Raise :class:`ConfigError` if the settings file of a run does not fit the model."""
-    if config.settings is not None:
-        _policies(config, num_layers, num_heads)
+def check_settings_file(
+    config: MTrainingConfig,
+    num_layers: int | None,
+    num_heads: int,
+    layers: Sequence[int] | None = None,
+) -> None:
+    """Raise :class:`ConfigError` if the settings file of a run does not fit the model.
+
+    Args:
+        layers: those that have attention; None for all.
+    """
+    if config.settings is None:
+        return
+    for layer in _policies(config, num_layers, num_heads):
+        if layers is not None and layer not in layers:
+            raise ConfigError(
+                f"{shown(config.settings)} has settings of layer {layer}, which has no attention: layers are "
+                f"numbered from 0 over all kinds of layers, and those with attention are "
+                f"{', '.join(map(str, layers))}"
+            )
 
 
 def lookahead_warning(

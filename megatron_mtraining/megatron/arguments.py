@@ -23,6 +23,7 @@ from ..switches import check_switches
 from .backend import is_active, training_arguments
 from .balance.options import check_balance, lines_of_balance
 from .checks import check_settings, inner_group_size, warning_of_loss
+from .layer_pattern import layers_with_attention
 from .options import FILLED_IN, add_arguments, attribute, config_from_args
 from .output_layer import check_loss, why_not
 from .packed_documents import check_documents, fill_in_documents
@@ -168,7 +169,7 @@ def _checked(args) -> tuple[MTrainingConfig, str | None]:
         length_of(args)  # a plan of memory has none
     seq_length = args.seq_length or getattr(args, "encoder_seq_length", None)
     layers, heads = getattr(args, "num_layers", None), args.num_attention_heads
-    check_settings_file(config, layers, heads)
+    check_settings_file(config, layers, heads, layers_with_attention(args) if layers else None)
     size = args.context_parallel_size
     inner = inner_group_size(args, size, config.gathered_ranks, command_line=True)
     if seq_length is not None:

@@ -16,6 +16,7 @@ from ..config import ConfigError
 from ..config import option as mtraining_option
 from ..kernels.limits import HEAD_DIMS
 from ..layout import inner_size
+from .layer_pattern import HYBRID, is_supported
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ SCHEDULE_PLAN = (
     "layers are then run one by one, and attention backend mtraining changes the layout of tokens where they "
     "are run as one"
 )
+DEPRECATED = "Megatron itself has deprecated it"
 THD = "packed (THD) sequences are not supported"
 
 OF_CHECKPOINTS = ("attention_dropout",)
@@ -143,11 +145,22 @@ REFUSALS = (
         "it shifts hidden states by a token in layouts that were not compared with one process",
         LEAVE_OUT,
     ),
-    Refusal("is_hybrid_model", unset, "only GPT models are supported, not Mamba", LEAVE_OUT),
-    Refusal("hybrid_layer_pattern", unset, "only GPT models are supported", LEAVE_OUT),
-    Refusal("hybrid_override_pattern", unset, "only GPT models are supported", LEAVE_OUT),
-    Refusal("hybrid_attention_ratio", unset, "only GPT models are supported", LEAVE_OUT),
-    Refusal("hybrid_mlp_ratio", unset, "only GPT models are supported", LEAVE_OUT),
+    Refusal(
+        "is_hybrid_model",
+        lambda value: unset(value) or is_from(HYBRID),
+        "MambaModel, which Megatron before 0.18 has, is not supported",
+        "leave it out, or use Megatron 0.18 or later and --hybrid-layer-pattern",
+    ),
+    Refusal(
+        "hybrid_layer_pattern",
+        lambda value: unset(value) or (is_supported(value) and is_from(HYBRID)),
+        "only attention (*), MLP (-) and expert (E) layers, of Megatron 0.18 or later, are supported, and at "
+        "least one attention layer",
+        "use a pattern without other layers and without multi-token prediction (/)",
+    ),
+    Refusal("hybrid_override_pattern", unset, DEPRECATED, "use --hybrid-layer-pattern"),
+    Refusal("hybrid_attention_ratio", unset, DEPRECATED, "use --hybrid-layer-pattern"),
+    Refusal("hybrid_mlp_ratio", unset, DEPRECATED, "use --hybrid-layer-pattern"),
     Refusal(
         "use_legacy_models", unset, "legacy models have no layer specs", "use megatron-core models"
     ),
@@ -336,15 +349,6 @@ def inner_group_size(settings, cp_size: int, gathered: int, command_line: bool) 
             "of context-parallel ranks"
         )
     return sizes[0]
-
-
-def attention_layers(settings) -> int:
-    """Layers of the decoder, and those of multi-token prediction after them.
-
-    Args:
-        settings: Megatron-LM's arguments, or a TransformerConfig.
-    """
-    return settings.num_layers + (getattr(settings, "mtp_num_layers", None) or 0)
 
 
 def check_head_dim(settings, command_line: bool) -> None:

@@ -22,10 +22,11 @@ from . import recompute
 from .arguments import settings
 from .backend import is_active, training_arguments
 from .balance.observer import Call
-from .checks import attention_layers, check_settings, inner_group_size, is_p2p, show
+from .checks import check_settings, inner_group_size, is_p2p, show
 from .density import DensityMeter
 from .hosts import advise_on_hosts, check_hosts
 from .inputs import check_mask
+from .layer_pattern import attention_layers
 from .packed_documents import documents_for_layer
 from .run_state import RUN
 

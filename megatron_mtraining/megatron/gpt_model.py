@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import contextmanager
 
 from ..config import ConfigError
 from . import packed_documents
 from .arguments import settings
 from .backend import is_active, training_arguments
 from .borders import borders_of
-from .checks import SCHEDULE_PLAN, inner_group_size
+from .checks import SCHEDULE_PLAN, inner_group_size, is_from
+from .layer_pattern import HYBRID
 from .ranks import check_ranks
 from .rotary_options import pass_on, warn_of_dropped
 from .run_state import RUN
@@ -46,52 +48,88 @@ def wrap_gpt_model(original):
         if not is_active(config):
             warn_of_dropped(given, training_arguments())
             return original(self, *args, **kwargs)
-        log_replaced()
-        check_ranks(config)
-        from . import output_layer, rotary_embedding
         from .layer_spec import replace_core_attention
         from .mtp import check_mtp, convert_layers, replace_mtp_attention
 
-        check_mtp(config)
-        if given.get("mtp_block_spec") is not None:
-            given["mtp_block_spec"] = replace_mtp_attention(given["mtp_block_spec"])
-        if given.get("position_embedding_type") == "yarn":
-            rotary_embedding.check_yarn_fields(config)
-        pass_on(given, training_arguments())
-        given["transformer_layer_spec"] = replace_core_attention(given["transformer_layer_spec"])
-        with rotary_embedding.building():
+        if pattern := getattr(training_arguments(), "hybrid_layer_pattern", None):
+            raise ConfigError(
+                f"--hybrid-layer-pattern is {pattern}, but this script builds a GPTModel, which ignores it: "
+                "use pretrain_hybrid.py, or leave it out"
+            )
+        with prepare_model(given):
+            check_mtp(config)
+            if given.get("mtp_block_spec") is not None:
+                given["mtp_block_spec"] = replace_mtp_attention(given["mtp_block_spec"])
+            spec = replace_core_attention(given["transformer_layer_spec"])
+            given["transformer_layer_spec"] = spec
             original(*bound.args, **bound.kwargs)
-        ours = settings(config)
-        output_layer.chunk_loss(self, ours.loss_chunk)
-        group = self.pg_collection.cp
-        size = 1 if group is None else group.size()
-        inner = inner_group_size(config, size, ours.gathered_ranks, command_line=False)
-        self.mtraining_borders = borders_of(self, ours.block_size, inner)
-        self.decoder.mtraining_borders = self.mtraining_borders
+        finish_model(self)
         convert_layers(self)
-        embedding = getattr(self, "rotary_pos_emb", None)
-        if embedding is not None:
-            rotary_embedding.stripe_embedding(embedding, group, ours.block_size, inner)
 
     return __init__
 
 
+@contextmanager
+def prepare_model(given: dict):
+    """Around a model's own constructor.
+
+    Args:
+        given: its arguments, by name; changed.
+    """
+    from .rotary_embedding import building, check_yarn_fields
+
+    log_replaced()
+    check_ranks(given["config"])
+    if given.get("position_embedding_type") == "yarn":
+        check_yarn_fields(given["config"])
+    pass_on(given, training_arguments())
+    with building():
+        yield
+
+
+def finish_model(model) -> None:
+    """Change the rotary embedding and the output layer of a model that is built, and the layout of tokens
+    around its decoder."""
+    from . import output_layer, rotary_embedding
+
+    config = model.config
+    ours = settings(config)
+    output_layer.chunk_loss(model, ours.loss_chunk)
+    group = model.pg_collection.cp
+    size = 1 if group is None else group.size()
+    inner = inner_group_size(config, size, ours.gathered_ranks, command_line=False)
+    model.mtraining_borders = borders_of(model, ours.block_size, inner)
+    model.decoder.mtraining_borders = model.mtraining_borders
+    embedding = getattr(model, "rotary_pos_emb", None)
+    if embedding is not None:
+        rotary_embedding.stripe_embedding(embedding, group, ours.block_size, inner)
+
+
 def wrap_any_model(original):
-    """A model's ``__init__`` that refuses the backend unless the model is a GPTModel."""
+    """A model's ``__init__`` that refuses the backend unless the model is a GPTModel or a HybridModel."""
     signature = inspect.signature(original)
 
     def __init__(self, *args, **kwargs):
-        from megatron.core.models.gpt.gpt_model import GPTModel
-
         config = signature.bind(self, *args, **kwargs).arguments["config"]
-        if is_active(config) and not isinstance(self, GPTModel):
+        if is_active(config) and not isinstance(self, _models()):
             raise ConfigError(
-                f"attention backend mtraining works with GPTModel only, not with "
-                f"{type(self).__name__}: choose another --attention-backend"
+                f"attention backend mtraining works with GPTModel only, and from Megatron-Core 0.18 on with "
+                f"HybridModel, not with {type(self).__name__}: choose another --attention-backend"
             )
         return original(self, *args, **kwargs)
 
     return __init__
+
+
+def _models() -> tuple[type, ...]:
+    """The classes that the backend works with."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    if not is_from(HYBRID):
+        return (GPTModel,)
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    return GPTModel, HybridModel
 
 
 def wrap_inference(original):

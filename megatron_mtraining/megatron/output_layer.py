@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -115,7 +116,8 @@ class ChunkedOutputLayer(tensor_parallel.ColumnParallelLinear):
 
 class DeferredLogits(NamedTuple):
     """In place of logits: what they are made of. Of multi-token prediction, whose labels Megatron shifts
-    between output layer and loss, in code that differs by version."""
+    between output layer and loss, in code that differs by version, and of ``HybridModel``, whose forward has
+    both."""
 
     layer: ChunkedOutputLayer
     hidden: Tensor
@@ -212,29 +214,40 @@ def wrap_postprocess(original):
     def _postprocess(self, *args, **kwargs):
         bound = signature.bind(self, *args, **kwargs)
         given = bound.arguments
-        layer = getattr(self, "output_layer", None)
-        # Distillation, for one, gives a model a loss of its own when it is built.
-        has_own = "compute_language_model_loss" in vars(self)
-        others = ("inference_context", "inference_params", "output_processor")
-        alone = all(given.get(name) is None for name in others)
-        labels = given["labels"]
-        wants_logits = labels is None or not alone or given.get("runtime_gather_output")
-        if has_own or wants_logits or not isinstance(layer, ChunkedOutputLayer):
+        if not chunks_loss(self, given):
             return original(*bound.args, **bound.kwargs)
+        layer = self.output_layer
         if getattr(self.config, "mtp_num_layers", None):
-            layer.mtraining_defers = True
-            try:
+            with deferring(layer):
                 return original(*bound.args, **bound.kwargs)
-            finally:
-                layer.mtraining_defers = False
         weight = None
         if self.share_embeddings_and_output_weights:
             weight = self.shared_embedding_or_output_weight()
-        return DeferredLogits(layer, given["hidden_states"], weight, _scale(self.config)).losses(
-            labels
-        )
+        logits = DeferredLogits(layer, given["hidden_states"], weight, _scale(self.config))
+        return logits.losses(given["labels"])
 
     return _postprocess
+
+
+def chunks_loss(model, given: dict) -> bool:
+    """Whether a model's forward, by its arguments, computes its loss in chunks."""
+    # Distillation, for one, gives a model a loss of its own when it is built.
+    has_own = "compute_language_model_loss" in vars(model)
+    others = ("inference_context", "inference_params", "output_processor")
+    alone = all(given.get(name) is None for name in others)
+    wants_logits = given.get("labels") is None or not alone or given.get("runtime_gather_output")
+    layer = getattr(model, "output_layer", None)
+    return not has_own and not wants_logits and isinstance(layer, ChunkedOutputLayer)
+
+
+@contextmanager
+def deferring(layer: ChunkedOutputLayer):
+    """While a model's own code calls output layer and loss one after the other: neither has logits."""
+    layer.mtraining_defers = True
+    try:
+        yield
+    finally:
+        layer.mtraining_defers = False
 
 
 def wrap_language_model_loss(original):

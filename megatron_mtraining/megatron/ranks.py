@@ -24,6 +24,7 @@ ARGUMENTS = (
     "pipeline_model_parallel_size",
     "num_layers",
     "mtp_num_layers",
+    "hybrid_layer_pattern",
     "num_attention_heads",
     "num_query_groups",
     "kv_channels",

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from ..config import ConfigError
 from .checks import is_from
+from .layer_pattern import HYBRID
 from .missing_names import define_missing_names
 from .wrapping import wrap
 
@@ -42,6 +43,7 @@ def live_changes() -> tuple[LiveChange, ...]:
         decoder,
         density,
         gpt_model,
+        hybrid_model,
         mtp,
         output_layer,
         packed_documents,
@@ -52,6 +54,7 @@ def live_changes() -> tuple[LiveChange, ...]:
 
     gpt = "megatron.core.models.gpt.gpt_model:GPTModel"
     prediction = "megatron.core.transformer.multi_token_prediction"
+    hybrid = "megatron.core.models.hybrid"
     return (
         LiveChange(
             "megatron.training.arguments",
@@ -78,8 +81,8 @@ def live_changes() -> tuple[LiveChange, ...]:
             "megatron.core.models.common.language_module.language_module:LanguageModule",
             "__init__",
             gpt_model.wrap_any_model,
-            "Refuses models other than GPTModel: Megatron ignores a backend that it does not know, so they "
-            "would silently run dense attention.",
+            "Refuses models other than GPTModel and HybridModel: Megatron ignores a backend that it does not "
+            "know, so they would silently run dense attention.",
         ),
         LiveChange(
             "megatron.core.models.common.vision_module.vision_module:VisionModule",
@@ -106,6 +109,14 @@ def live_changes() -> tuple[LiveChange, ...]:
             "all versions build their GPT models here.",
         ),
         LiveChange(
+            f"{hybrid}.hybrid_model:HybridModel",
+            "__init__",
+            hybrid_model.wrap_hybrid_model,
+            "As for `GPTModel`, in the attention layers of `--hybrid-layer-pattern`; refuses patterns with "
+            "layers that are not supported.",
+            HYBRID,
+        ),
+        LiveChange(
             "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbedding",
             "_set_cos_sin_cache",
             rotary_embedding.wrap_yarn_cache,
@@ -127,6 +138,13 @@ def live_changes() -> tuple[LiveChange, ...]:
             packed_documents.wrap_forward,
             "Hands the documents of a batch to all layers as `packed_seq_params`, which every version "
             "passes on; as one sequence, which layers do not cut document by document.",
+        ),
+        LiveChange(
+            f"{hybrid}.hybrid_model:HybridModel",
+            "forward",
+            hybrid_model.wrap_forward,
+            "As for `GPTModel`.",
+            HYBRID,
         ),
         LiveChange(
             gpt,
@@ -163,6 +181,13 @@ def live_changes() -> tuple[LiveChange, ...]:
             "With context parallelism, brings hidden states from Megatron's layout of tokens to the striped "
             "one before the first layer, and back after the last; hands layers the documents of packed "
             "sequences. Whatever calls the layers passes here: trainers have forwards of their own.",
+        ),
+        LiveChange(
+            f"{hybrid}.hybrid_block:HybridStack",
+            "forward",
+            decoder.wrap_forward,
+            "As for `TransformerBlock`: the layers of a `HybridModel`.",
+            HYBRID,
         ),
         LiveChange(
             gpt,

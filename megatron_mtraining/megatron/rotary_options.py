@@ -145,6 +145,11 @@ def check_rotary_options(args) -> str | None:
         raise ConfigError(
             f"{given} is given, but --position-embedding-type is {kind}, which ignores it: {advice}"
         )
+    if getattr(args, "hybrid_layer_pattern", None) and getattr(args, "use_rope_scaling", False):
+        raise ConfigError(
+            "--use-rope-scaling is given with --hybrid-layer-pattern, whose HybridModel ignores it: leave it "
+            "out"
+        )
     _check_scaling(args, yarn)
     factor = getattr(args, "rotary_scaling_factor", None)
     if not yarn or factor is None or not hasattr(args, "yarn_original_max_position_embeddings"):

@@ -14,7 +14,7 @@ from ..pattern import Steering
 from .arguments import length_of, settings
 from .backend import is_active, training_arguments
 from .balance.run import RunBalance
-from .checks import attention_layers
+from .layer_pattern import attention_layers, layers_with_attention
 from .options import attribute
 
 
@@ -58,12 +58,19 @@ class RunState:
         self.meters: WeakSet = WeakSet()
         self._steerings: dict[tuple, Steering] = {}
 
-    def steering_of(self, config: MTrainingConfig, num_layers: int, num_heads: int) -> Steering:
-        """The steering of these settings, for a model with these numbers of layers and heads."""
+    def steering_of(
+        self,
+        config: MTrainingConfig,
+        num_layers: int,
+        num_heads: int,
+        layers: list[int] | None = None,
+    ) -> Steering:
+        """The steering of these settings, for a model with these numbers of layers and heads, of which
+        ``layers``, or all, have attention."""
         at = config, (num_layers, num_heads)
         if at not in self._steerings:
             shape = num_layers, num_heads
-            self._steerings[at] = Steering(config, self.step, shape, self.share)
+            self._steerings[at] = Steering(config, self.step, shape, self.share, layers)
         return self._steerings[at]
 
     def share(self) -> float:
@@ -141,8 +148,8 @@ class RunState:
             config: a layer's settings; None for the command line's.
         """
         args = training_arguments()
-        layers = attention_layers(args)
-        return self.steering_of(config or settings(), layers, args.num_attention_heads)
+        shape = attention_layers(args), args.num_attention_heads
+        return self.steering_of(config or settings(), *shape, layers_with_attention(args))
 
     @property
     def steerings(self) -> list[Steering]:

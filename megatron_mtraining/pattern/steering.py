@@ -41,6 +41,7 @@ class Steering:
 
     Args:
         shape: layers and heads of the whole model, each of which may have a price (``target_scope`` head).
+        layers: those that have attention, from 0; None for all.
         share: returns which share of the run is done, of 0 to 1, for a schedule: the same in all calls of a
             step, and on all ranks.
 
@@ -55,6 +56,7 @@ class Steering:
         step: int = 0,
         shape: tuple[int, int] = (1, 1),
         share: Callable[[], float] | None = None,
+        layers: Sequence[int] | None = None,
     ):
         self.config = config
         self.step = step
@@ -64,6 +66,7 @@ class Steering:
         self._schedule = config.steps
         self._heads = policy.target_scope == "head"
         self._shape = shape if self._heads else (1, 1)
+        self._layers = range(shape[0]) if layers is None else layers
         # The target, or the targets of heads, NaN where a head has no price: float32 [layers, heads].
         self._aim: Tensor | None = None
         self._feedback: PriceFeedback | None = None  # of [layers, heads], or [1, 1]
@@ -201,9 +204,10 @@ class Steering:
     def _aims(self, device) -> Tensor:
         if self._aim is None:
             layers, heads = self._shape
-            aims = torch.full(self._shape, float(self._target))
+            aims = torch.full(self._shape, math.nan if self._heads else float(self._target))
             # Layers of multi-token prediction are not among those that a settings file numbers.
-            for layer in range(layers) if self._heads else ():
+            for layer in self._layers if self._heads else ():
+                aims[layer] = float(self._target)
                 policies = head_policies(self.config, layer, None, heads) or ()
                 for head, policy in enumerate(policies):
                     if not has_price(policy):
@@ -234,7 +238,7 @@ class Steering:
         check_prices(price)
         if isinstance(price, list):
             if not self._heads:
-                price = _median(price, self.config)
+                price = _median(price, self.config, self._layers)
             elif self._shape != (len(price), len(price[0])):
                 raise ConfigError(
                     f"the checkpoint has prices of {len(price)} layers and {len(price[0])} heads, but the "
@@ -264,13 +268,15 @@ class Steering:
         if self._target is None:
             return config.policy.price
         state = self._table(None if self._feedback is None else self._feedback.log_prices)
-        return _median(state, config) if isinstance(state, list) else state
+        return _median(state, config, self._layers) if isinstance(state, list) else state
 
 
-def _median(table: list[list[float]], config: MTrainingConfig) -> float:
-    """The median of the prices of heads that have one; of all if none has, and so none moves."""
+def _median(table: list[list[float]], config: MTrainingConfig, layers: Sequence[int]) -> float:
+    """The median of the prices of those heads of ``layers`` that have one; of all if none has, and so none
+    moves."""
     found: list[float] = []
-    for layer, row in enumerate(table):
+    for layer in layers:
+        row = table[layer]
         policies = head_policies(config, layer, None, len(row)) or [config.policy] * len(row)
         found += [price for policy, price in zip(policies, row) if has_price(policy)]
     return statistics.median(found or [price for row in table for price in row])

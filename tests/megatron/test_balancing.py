@@ -355,8 +355,9 @@ def test_tuning_starts_from_the_prices_of_heads(tmp_path):
     path = tmp_path / "settings.json"
     path.write_text('{"layers": {"0": {"dense": true}, "1": {"price": 0.8}, "2": {"price": 0.8}}}')
     config = MTrainingConfig.from_options(tuning="on", price=0.1, settings=str(path))
-    assert _typical_price(config, 3, 4) == 0.8
-    assert _typical_price(MTrainingConfig.from_options(price=0.1), 3, 4) == 0.1
+    model = SimpleNamespace(num_layers=3, num_attention_heads=4)
+    assert _typical_price(config, model) == 0.8
+    assert _typical_price(MTrainingConfig.from_options(price=0.1), model) == 0.1
 
 
 def test_tuning_goes_on_from_the_price_of_a_checkpoint():

@@ -7,7 +7,8 @@ import pytest
 
 from megatron_mtraining import ConfigError
 from megatron_mtraining.megatron.arguments import ArgumentsError
-from megatron_mtraining.megatron.checks import REFUSALS, check_settings
+from megatron_mtraining.megatron.checks import REFUSALS, check_settings, is_from
+from megatron_mtraining.megatron.layer_pattern import HYBRID
 from tests.support.megatron_cases import check, parse
 
 REFUSED = {
@@ -58,6 +59,8 @@ def test_every_refusal_is_tried():
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals_name_option_value_and_what_to_do(name):
+    if name == "is_hybrid_model" and is_from(HYBRID):
+        pytest.skip("says how a HybridModel is built")
     value = REFUSED[name]
     refusal = next(refusal for refusal in REFUSALS if refusal.name == name)
     with pytest.raises(ArgumentsError) as raised:
@@ -75,6 +78,28 @@ def test_dropout_of_a_checkpoint_s_arguments_is_named():
         ArgumentsError, match="is 0.1, .*--use-checkpoint-args prefers its arguments"
     ):
         check(parse(attention_dropout=0.1, use_checkpoint_args=True))
+
+
+PATTERNS = {"*-*-": True, "*E|*E": True, "M*M*": False, "*-/*-": False, "D-": False, "--": False}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_layers_of_a_pattern(pattern):
+    """All that are not supported, and multi-token prediction, are refused; before 0.18 all patterns."""
+    args = parse(hybrid_layer_pattern=pattern, num_layers=4)
+    if PATTERNS[pattern] and is_from(HYBRID):
+        check(args)
+        return
+    with pytest.raises(ArgumentsError, match="--hybrid-layer-pattern is .* at least one attention"):
+        check(args)
+
+
+def test_scaling_that_a_hybrid_model_ignores_is_refused():
+    if not is_from(HYBRID):
+        pytest.skip("no HybridModel")
+    args = parse(hybrid_layer_pattern="*-", num_layers=2, use_rope_scaling=True)
+    with pytest.raises(ArgumentsError, match="--use-rope-scaling is given with --hybrid-layer"):
+        check(args)
 
 
 OTHERS = {

@@ -1,11 +1,14 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""megatron-core's GPTModel with everything kept: losses and gradients of dense attention in one process."""
+"""megatron-core's GPTModel and HybridModel with everything kept: losses and gradients of dense attention in
+one process."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_mtraining.megatron.checks import is_from
+from megatron_mtraining.megatron.layer_pattern import HYBRID
 from megatron_mtraining.relayout import zigzag
 from megatron_mtraining.visibility import VisibleRanges
 from tests.support.gpt_models import build, draw_batch, start
@@ -41,17 +44,47 @@ CASES = {
     "documents, multi-token prediction": ("learned_absolute", MTP, "documents"),
     "sequences, multi-token prediction": ("rope", MTP, "sequences"),
 }
+EXPERTS = dict(
+    num_moe_experts=4, moe_router_topk=2, moe_router_load_balancing_type="none", add_bias_linear=False
+)  # fmt: skip
+if is_from(HYBRID):
+    # HybridModels: patterns are not TransformerConfig's.
+    CASES |= {
+        "hybrid": ("rope", dict(pattern="*--*-"), ""),
+        "hybrid, yarn, everything recomputed": ("yarn", dict(pattern="-**-", **YARN, **FULL), ""),
+        "hybrid, documents": ("rope", dict(pattern="*-*-"), "documents"),
+        "hybrid of experts, sequences": (
+            "rope",
+            dict(pattern="*E-*E", **EXPERTS, **FULL),
+            "sequences",
+        ),
+    }
 
 
 def model_of(case: str, ours: bool, size: int):
     kind, more, packed = CASES[case]
+    more = dict(more)
+    pattern = more.pop("pattern", None)
     config = dict(
         num_attention_heads=4, num_query_groups=2, context_parallel_size=size,
         hierarchical_context_parallel_sizes=NODES.get(size), **more,
     )  # fmt: skip
     length = sum(PADDED) if packed == "sequences" else SEQUENCE
     settings = dict(block_size=BLOCK, slash=length, vertical=0) if ours else None
-    return build(settings, config, position_embedding_type=kind, max_sequence_length=SEQUENCE)
+    given = dict(position_embedding_type=kind, max_sequence_length=SEQUENCE)
+    if pattern is None:
+        return build(settings, config, **given)
+    from tests.support import hybrid_models
+
+    return hybrid_models.build(settings, pattern, config, **given)
+
+
+def numbers(case: str) -> list[int]:
+    """Of the layers that have attention."""
+    more = CASES[case][1]
+    layers = 2 + more.get("mtp_num_layers", 0)
+    pattern = more.get("pattern", "*" * layers)
+    return [number for number, kind in enumerate(pattern, 1) if kind == "*"]
 
 
 def whole_batch(packed: str) -> dict:
@@ -151,8 +184,8 @@ def check_other_models_are_untouched(case: str, expected: dict) -> None:
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     model = model_of(case, False, 1)
-    core = model.decoder.layers[0].self_attention.core_attention
-    assert type(core) is DotProductAttention, type(core)
+    found = [each for each in model.modules() if isinstance(each, DotProductAttention)]
+    assert len(found) == len(numbers(case))
     rotary = type(getattr(model, "rotary_pos_emb", None)).__name__
     assert rotary in ("RotaryEmbedding", "YarnRotaryEmbedding", "NoneType")
     for name, value in train_once(case, model).items():
@@ -174,8 +207,7 @@ def parity(rank: int, size: int, file) -> None:
     for case in CASES:
         model = model_of(case, True, size)
         ours = [each for each in model.modules() if type(each) is MTrainingAttention]
-        depths = CASES[case][1].get("mtp_num_layers", 0)
-        assert [each.layer_number for each in ours] == list(range(1, 3 + depths))
+        assert [each.layer_number for each in ours] == numbers(case)
         ours = train_once(case, model, rank, size, ours=True)
         assert ours.keys() == expected[case].keys()
         for part, value in ours.items():
@@ -185,7 +217,7 @@ def parity(rank: int, size: int, file) -> None:
                 value, wanted, atol=1e-5, rtol=1e-5, msg=lambda m, at=(case, part): f"{at}: {m}"
             )
         found = take_density()
-        assert found.ran.all() and len(found.ran) == 2 + depths
+        assert (found.ran.any(1).nonzero().flatten() + 1).tolist() == numbers(case)
         assert found.density.mean == pytest.approx(1, abs=1e-6)
         if size == 1:
             check_other_models_are_untouched(case, expected[case])

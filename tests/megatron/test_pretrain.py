@@ -373,7 +373,7 @@ def test_any_script_of_a_patched_tree_has_the_plug_in(tree, tmp_path):
     hybrid = run(*MODEL.split(), *TRAINING.split(), *OURS, "--hybrid-override-pattern", "M*")
     said = [line for line in hybrid.stderr.splitlines() if line.startswith("error: ")]
     assert hybrid.returncode == 1 and len(said) == 1, hybrid.stderr[-3000:]
-    assert "only GPT models are supported" in said[0]
+    assert "use --hybrid-layer-pattern" in said[0]
 
 
 def test_a_patched_tree_without_the_package(tree):

@@ -117,6 +117,22 @@ def test_each_head_meets_its_target():
         Steering(config, shape=(2, 4)).restore(state)
 
 
+def test_layers_without_attention_have_no_price():
+    config = MTrainingConfig.from_options(target_recall=0.95, price=0.5)
+    steering = Steering(config, shape=(4, 2), layers=[0, 2])
+    for step in range(20):
+        for layer in (0, 2):
+            steering.price(CPU, layer, 0, 2)
+            steering.observe(torch.full((1, 2), 1e-3), layer)
+        steering.advance(step + 1, ALONE)
+    (price,) = set(steering.price(CPU, 2, 0, 2).tolist())
+    assert price < 0.4 and steering.price(CPU, 1, 0, 1).item() == pytest.approx(0.5)
+    assert steering.now() == pytest.approx(price) == steering.typical().item()
+    one = Steering(aimed(target_recall=0.95), shape=(4, 2), layers=[0, 2])
+    one.restore(steering.state())
+    assert one.price(CPU).item() == pytest.approx(steering.now())
+
+
 @pytest.mark.parametrize("scope", ["head", "model"])
 @pytest.mark.parametrize("known", [True, False], ids=["known", "not told"])
 def test_calls_that_can_lose_nothing_pay_for_no_others(scope, known):

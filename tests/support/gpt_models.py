@@ -30,27 +30,18 @@ def start(register: bool = True, **sizes):
     return parallel_state
 
 
-def build(settings: dict | None, config: dict | None = None, **model):
-    """A GPTModel with the same weights each time, on every rank.
+def config_of(settings: dict | None, config: dict | None = None):
+    """The TransformerConfig of a small model.
 
     Args:
         settings: of ``MTrainingConfig.from_options``; None for Megatron's own attention.
         config: of TransformerConfig. What this version has no argument for is set on the config.
-        model: arguments of GPTModel in place of the usual ones.
     """
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_layer_local_spec,
-        get_gpt_mtp_block_spec,
-    )
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.enums import AttnBackend
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megatron_mtraining import MTrainingConfig
 
-    torch.manual_seed(7)
-    model_parallel_cuda_manual_seed(7)
     given = dict(
         num_layers=2, hidden_size=128, num_attention_heads=2, kv_channels=64, ffn_hidden_size=128,
         attention_dropout=0.0, hidden_dropout=0.0, use_cpu_initialization=True,
@@ -62,6 +53,26 @@ def build(settings: dict | None, config: dict | None = None, **model):
         setattr(made, name, given[name])
     if settings is not None:
         made.mtraining = MTrainingConfig.from_options(**settings)
+    return made
+
+
+def build(settings: dict | None, config: dict | None = None, **model):
+    """A GPTModel with the same weights each time, on every rank.
+
+    Args:
+        settings, config: as for :func:`config_of`.
+        model: arguments of GPTModel in place of the usual ones.
+    """
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_mtp_block_spec,
+    )
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    torch.manual_seed(7)
+    model_parallel_cuda_manual_seed(7)
+    made = config_of(settings, config)
     spec = get_gpt_layer_local_spec()
     usual = dict(
         transformer_layer_spec=spec, vocab_size=VOCABULARY, max_sequence_length=1024,

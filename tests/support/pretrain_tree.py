@@ -92,7 +92,7 @@ class Tree:
         """A script of Megatron-LM: ``way`` is "launcher", "patch", or "plain" for neither."""
         command, root = self.command(way, *words, data=data, script=script)
         # What this process takes the package from, too: it may not be the one that is installed.
-        path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
+        path = os.pathsep.join((str(root), ON_CPU["PYTHONPATH"]))
         return torchrun(processes, *command, timeout=timeout, PYTHONPATH=path)
 
     def command(self, way: str, *words: str, data: str = MOCK, script=GPT) -> tuple[list, Path]:

@@ -22,6 +22,7 @@ from ...balance.planner import Planner
 from ...balance.tuning import Group, tune
 from ...config import MTrainingConfig, Policy, has_price, head_policies, option
 from ...cp_group import RankGroup
+from ..layer_pattern import layers_with_attention
 from ..wrapping import log
 from .log import Interval, StepRecord
 from .observer import LayerObserver
@@ -207,21 +208,21 @@ def balancer_of_arguments(
     )
     max_mass, price = None, 0.0  # untuned, nothing reads the price
     if config.tuning == "on":
-        layers, heads = args.num_layers, args.num_attention_heads
         if dp_size == 1 and (not pipeline or get_num_microbatches() == 1):
             log(
                 f"warning: {option('tuning')} is on, but there is one data-parallel rank, and no pipeline "
                 "whose micro-batches wait for each other: it changes nothing"
             )
         else:
-            max_mass, price = config.tuning_mass, _typical_price(config, layers, heads)
+            max_mass, price = config.tuning_mass, _typical_price(config, args)
     return Balancer(layout, get_num_microbatches, planner, max_mass, price, step)
 
 
-def _typical_price(config: MTrainingConfig, layers: int, heads: int) -> float:
+def _typical_price(config: MTrainingConfig, args) -> float:
     """The median price of the heads that have one, which tuning multiplies; 0 if none has."""
     found: list[float] = []
-    for layer in range(layers):
-        policies = head_policies(config, layer, layers, heads) or [config.policy] * heads
+    heads = args.num_attention_heads
+    for layer in layers_with_attention(args):
+        policies = head_policies(config, layer, args.num_layers, heads) or [config.policy] * heads
         found += [policy.price for policy in policies if has_price(policy)]
     return statistics.median(found or [0.0])

@@ -23,6 +23,7 @@ from ...config import (
 )
 from ...files import read_bytes
 from ..checks import show
+from ..layer_pattern import layers_with_attention
 from ..packed_documents import masks_documents
 
 PLANNED = "plans are made for global batches of one size; leave it out"
@@ -47,7 +48,8 @@ def _has_price_to_tune(args, config: MTrainingConfig) -> bool:
     if config.settings is None or layers is None:
         return True
     heads = args.num_attention_heads
-    own = (head_policies(config, layer, layers, heads) for layer in range(layers))
+    attend = layers_with_attention(args)
+    own = (head_policies(config, layer, layers, heads) for layer in attend)
     return any(policies is None or any(map(has_price, policies)) for policies in own)
 
 
@@ -199,6 +201,6 @@ def predictor(args, config: MTrainingConfig, seq_length: int) -> Predict | None:
             cp_size=args.context_parallel_size, packed=packed,
         )  # fmt: skip
         again = found.forward_ms if twice else 0.0
-        return np.asarray((found.total_ms + again) * args.num_layers)
+        return np.asarray((found.total_ms + again) * len(layers_with_attention(args)))
 
     return of_model

@@ -1,0 +1,68 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""``HybridModel`` (``--hybrid-layer-pattern``) with attention backend ``mtraining``: its attention layers,
+rotary embedding and output layer. Its stack of layers is a decoder as :mod:`.decoder` has it."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+from . import packed_documents
+from .backend import is_active
+from .checks import check_settings
+from .gpt_model import finish_model, prepare_model
+from .layer_spec import replace_core_attention
+from .output_layer import chunks_loss, deferring
+
+PATTERNS = (
+    "hybrid_layer_pattern",
+    "hybrid_override_pattern",
+    "hybrid_attention_ratio",
+    "hybrid_mlp_ratio",
+)
+"""Arguments of ``HybridModel``, with the names of the options."""
+
+
+def wrap_hybrid_model(original):
+    """``HybridModel.__init__`` with our core attention, rotary embedding and output layer."""
+    signature = inspect.signature(original)
+
+    def __init__(self, *args, **kwargs):
+        bound = signature.bind(self, *args, **kwargs)
+        given = bound.arguments
+        if not is_active(given["config"]):
+            return original(self, *args, **kwargs)
+        check_settings(SimpleNamespace(**{name: given.get(name) for name in PATTERNS}), True)
+        with prepare_model(given):
+            given["hybrid_stack_spec"] = replace_in_stack(given["hybrid_stack_spec"])
+            original(*bound.args, **bound.kwargs)
+        finish_model(self)
+
+    return __init__
+
+
+def replace_in_stack(spec: Any) -> Any:
+    """A copy of the spec of a ``HybridStack`` whose attention layers (``*``) have our core attention. Others,
+    which a spec has whether or not a pattern does, stay as they are."""
+    changed, layers = copy.copy(spec), copy.copy(spec.submodules)
+    layers.attention_layer = replace_core_attention(layers.attention_layer)
+    changed.submodules = layers
+    return changed
+
+
+def wrap_forward(original):
+    """``HybridModel.forward`` with output layer and loss in chunks of tokens, and documents for the layers
+    (:func:`.packed_documents.wrap_forward`)."""
+    signature = inspect.signature(original)
+    with_documents = packed_documents.wrap_forward(original)
+
+    def forward(self, *args, **kwargs):
+        given = signature.bind(self, *args, **kwargs).arguments
+        if not self.post_process or not chunks_loss(self, given):
+            return with_documents(self, *args, **kwargs)
+        with deferring(self.output_layer):
+            return with_documents(self, *args, **kwargs)
+
+    return forward

@@ -1,0 +1,87 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Small HybridModels of megatron-core (0.18 or later) without Transformer Engine, which its own specs need.
+
+``--spec tests.support.hybrid_models hybrid_stack_spec`` gives pretrain_hybrid.py these layers."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.models.hybrid import hybrid_block
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_layer import (
+    MoETransformerLayer,
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
+
+from tests.support.gpt_models import VOCABULARY, config_of
+
+hybrid_block.TENorm = WrappedTorchNorm  # after the last layer, whatever the spec
+
+attention = ModuleSpec(
+    module=SelfAttention,
+    params={"attn_mask_type": AttnMaskType.causal},
+    submodules=SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear,
+        core_attention=DotProductAttention,
+        linear_proj=RowParallelLinear,
+    ),
+)
+mlp = partial(
+    MLP.as_mlp_submodule,
+    submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+)
+hybrid_stack_spec = ModuleSpec(
+    module=hybrid_block.HybridStack,
+    submodules=hybrid_block.HybridStackSubmodules(
+        attention_layer=ModuleSpec(
+            module=TransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                input_layernorm=WrappedTorchNorm,
+                self_attention=attention,
+                self_attn_bda=get_bias_dropout_add,
+            ),
+        ),
+        mlp_layer=ModuleSpec(
+            module=MLPLayer,
+            submodules=TransformerLayerSubmodules(
+                pre_mlp_layernorm=WrappedTorchNorm, mlp=mlp, mlp_bda=get_bias_dropout_add
+            ),
+        ),
+        moe_layer=ModuleSpec(
+            module=MoETransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                pre_mlp_layernorm=WrappedTorchNorm,
+                mlp=get_moe_module_spec(use_te=False, num_experts=4, moe_grouped_gemm=False),
+                mlp_bda=get_bias_dropout_add,
+            ),
+        ),
+    ),
+)
+
+
+def build(settings: dict | None, pattern: str, config: dict | None = None, **model):
+    """A HybridModel with the same weights each time, on every rank; arguments as for
+    :func:`.gpt_models.build`."""
+    torch.manual_seed(7)
+    model_parallel_cuda_manual_seed(7)
+    layers = {"num_layers": len(pattern.replace("|", "")), "is_hybrid_model": True}
+    usual = dict(
+        hybrid_stack_spec=hybrid_stack_spec, vocab_size=VOCABULARY, max_sequence_length=1024,
+        hybrid_layer_pattern=pattern, position_embedding_type="rope",
+    )  # fmt: skip
+    made = config_of(settings, layers | (config or {}))
+    return HybridModel(config=made, **{**usual, **model})
