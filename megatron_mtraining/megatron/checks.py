@@ -16,6 +16,7 @@ from ..config import ConfigError
 from ..config import option as mtraining_option
 from ..kernels.limits import HEAD_DIMS
 from ..layout import inner_size
+from .cuda_graphs import check_graphs
 from .layer_pattern import HYBRID, is_supported
 
 
@@ -172,9 +173,9 @@ REFUSALS = (
     ),
     Refusal(
         "cuda_graph_impl",
-        lambda value: value in (None, "none"),
+        lambda value: value != "full_iteration",
         "the ring cannot be captured in a CUDA graph",
-        "use --cuda-graph-impl none",
+        "use --cuda-graph-impl none, or graphs of modules without attention",
     ),
     Refusal("enable_cuda_graph", unset, "the ring cannot be captured in a CUDA graph", LEAVE_OUT),
     Refusal("external_cuda_graph", unset, "the ring cannot be captured in a CUDA graph", LEAVE_OUT),
@@ -247,6 +248,7 @@ def check_settings(settings, command_line: bool) -> None:
             f"{refusal.given(command_line)} is {show(value)}, which does not work with attention backend "
             f"mtraining: {refusal.why}; {advice}"
         )
+    check_graphs(settings, command_line)
     check_head_dim(settings, command_line)
     _check_groups(settings, command_line)
     size = getattr(settings, "context_parallel_size", None) or 1

@@ -1,6 +1,7 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Every unsupported setting of Megatron is refused, with its value and what to do."""
 
+from enum import Enum
 from types import SimpleNamespace
 
 import pytest
@@ -37,7 +38,7 @@ REFUSED = {
     "hybrid_mlp_ratio": 0.5,
     "use_legacy_models": True,
     "yaml_cfg": "run.yaml",
-    "cuda_graph_impl": "local",
+    "cuda_graph_impl": "full_iteration",
     "enable_cuda_graph": True,
     "external_cuda_graph": True,
     "transformer_impl": "inference_optimized",
@@ -100,6 +101,35 @@ def test_scaling_that_a_hybrid_model_ignores_is_refused():
     args = parse(hybrid_layer_pattern="*-", num_layers=2, use_rope_scaling=True)
     with pytest.raises(ArgumentsError, match="--use-rope-scaling is given with --hybrid-layer"):
         check(args)
+
+
+GRAPHS = {
+    # what is captured, by which implementation, in a HybridModel or not, and whether it can run
+    "router": (["moe_router", "moe_preprocess"], "local", False, True),
+    "MLP": (["mlp"], "transformer_engine", False, True),
+    "a layer with its attention": (["mlp"], "local", False, False),
+    "an MLP layer": (["mlp", "moe_router"], "local", True, True),
+    "attention": (["attn", "moe_router"], "transformer_engine", False, False),
+    "whole layers": ([], "transformer_engine", True, False),
+    "as text": ("moe_router,mlp", "transformer_engine", False, True),
+    "all": ("full", "local", False, False),
+}
+
+
+@pytest.mark.parametrize("attribute", ["cuda_graph_modules", "cuda_graph_scope"])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_cuda_graphs_without_attention_run(name, attribute):
+    captured, impl, hybrid, works = GRAPHS[name]
+    Part = Enum("Part", "attn mlp moe moe_router moe_preprocess")
+    given = captured if isinstance(captured, str) else [Part[each] for each in captured]
+    settings = SimpleNamespace(
+        cuda_graph_impl=impl, is_hybrid_model=hybrid and is_from(HYBRID), **{attribute: given}
+    )
+    if works and (not hybrid or is_from(HYBRID)):
+        check_settings(settings, command_line=False)
+        return
+    with pytest.raises(ConfigError, match=f"cuda_graph_impl is {impl} .*{attribute}.* ring cannot"):
+        check_settings(settings, command_line=False)
 
 
 OTHERS = {
