@@ -17,7 +17,7 @@ from ..config import option as mtraining_option
 from ..kernels.limits import HEAD_DIMS
 from ..layout import inner_size
 from .cuda_graphs import check_graphs
-from .layer_pattern import HYBRID, is_supported
+from .layer_pattern import GATED_DELTA_NET, HYBRID, is_supported
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,6 @@ def is_two_sizes(value) -> bool:
 
 
 LEAVE_OUT = "leave it out"
-ONE_KIND = "every layer must be causal softmax attention, with none of another kind between them"
 SCHEDULE_PLAN = (
     "layers are then run one by one, and attention backend mtraining changes the layout of tokens where they "
     "are run as one"
@@ -80,8 +79,12 @@ REFUSALS = (
         "its keys and values have head dimensions of their own, and the kernels need one",
         LEAVE_OUT,
     ),
-    Refusal("experimental_attention_variant", unset, ONE_KIND, LEAVE_OUT),
-    Refusal("linear_attention_freq", unset, ONE_KIND, LEAVE_OUT),
+    Refusal(
+        "experimental_attention_variant",
+        lambda value: unset(value) or value in GATED_DELTA_NET,
+        "layers of another kind than causal softmax attention can be gated delta nets only",
+        "leave it out",
+    ),
     Refusal("use_kitchen_attention", unset, "it is an attention backend of its own", LEAVE_OUT),
     Refusal(
         "window_size",
@@ -155,8 +158,8 @@ REFUSALS = (
     Refusal(
         "hybrid_layer_pattern",
         lambda value: unset(value) or (is_supported(value) and is_from(HYBRID)),
-        "only attention (*), MLP (-) and expert (E) layers, of Megatron 0.18 or later, are supported, and at "
-        "least one attention layer",
+        "only attention (*), MLP (-), expert (E) and gated delta net (G) layers are supported, from Megatron "
+        "0.18 on, and at least one attention layer",
         "use a pattern without other layers and without multi-token prediction (/)",
     ),
     Refusal("hybrid_override_pattern", unset, DEPRECATED, "use --hybrid-layer-pattern"),

@@ -91,6 +91,7 @@ def finish_model(model) -> None:
     """Change the rotary embedding and the output layer of a model that is built, and the layout of tokens
     around its decoder."""
     from . import output_layer, rotary_embedding
+    from .gated_delta_net import stripe_layers
 
     config = model.config
     ours = settings(config)
@@ -100,6 +101,7 @@ def finish_model(model) -> None:
     inner = inner_group_size(config, size, ours.gathered_ranks, command_line=False)
     model.mtraining_borders = borders_of(model, ours.block_size, inner)
     model.decoder.mtraining_borders = model.mtraining_borders
+    stripe_layers(model)
     embedding = getattr(model, "rotary_pos_emb", None)
     if embedding is not None:
         rotary_embedding.stripe_embedding(embedding, group, ours.block_size, inner)

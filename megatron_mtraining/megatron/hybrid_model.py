@@ -13,7 +13,8 @@ from . import packed_documents
 from .backend import is_active
 from .checks import check_settings
 from .gpt_model import finish_model, prepare_model
-from .layer_spec import replace_core_attention
+from .layer_pattern import RECURRENT
+from .layer_spec import check_layer, replace_core_attention
 from .output_layer import chunks_loss, deferring
 
 PATTERNS = (
@@ -36,18 +37,21 @@ def wrap_hybrid_model(original):
             return original(self, *args, **kwargs)
         check_settings(SimpleNamespace(**{name: given.get(name) for name in PATTERNS}), True)
         with prepare_model(given):
-            given["hybrid_stack_spec"] = replace_in_stack(given["hybrid_stack_spec"])
+            spec, pattern = given["hybrid_stack_spec"], given["hybrid_layer_pattern"]
+            given["hybrid_stack_spec"] = replace_in_stack(spec, pattern)
             original(*bound.args, **bound.kwargs)
         finish_model(self)
 
     return __init__
 
 
-def replace_in_stack(spec: Any) -> Any:
+def replace_in_stack(spec: Any, pattern: str) -> Any:
     """A copy of the spec of a ``HybridStack`` whose attention layers (``*``) have our core attention. Others,
     which a spec has whether or not a pattern does, stay as they are."""
     changed, layers = copy.copy(spec), copy.copy(spec.submodules)
     layers.attention_layer = replace_core_attention(layers.attention_layer)
+    if RECURRENT in pattern:
+        check_layer(layers.gdn_layer.submodules, "hybrid_stack_spec.gdn_layer")
     changed.submodules = layers
     return changed
 

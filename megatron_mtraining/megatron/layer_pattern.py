@@ -6,14 +6,17 @@ from __future__ import annotations
 
 HYBRID = (0, 18)
 """The first Megatron with ``HybridModel``; earlier ones have ``MambaModel``, which is refused."""
-ATTENTION, MLP, EXPERTS = "*", "-", "E"
+ATTENTION, MLP, EXPERTS, RECURRENT = "*", "-", "E", "G"
+GATED_DELTA_NET = ("gated_delta_net", "gdn")
+"""Values of ``--experimental-attention-variant``, by version."""
 STAGES, MULTI_TOKEN = "|", "/"
 """Megatron's symbols in a pattern: of layers, between pipeline stages, and before multi-token prediction."""
 
 
 def is_supported(pattern: str) -> bool:
     """Whether all layers of a pattern run with the backend, and some are attention."""
-    return set(pattern) <= {ATTENTION, MLP, EXPERTS, STAGES} and ATTENTION in pattern
+    kinds = {ATTENTION, MLP, EXPERTS, RECURRENT, STAGES}
+    return kinds.issuperset(pattern) and ATTENTION in pattern
 
 
 def attention_layers(settings) -> int:
@@ -29,7 +32,27 @@ def layers_with_attention(args) -> list[int]:
     """Numbers, from 0, of a model's layers that have attention, by Megatron-LM's arguments. Layers of
     multi-token prediction are numbered after the decoder's."""
     pattern = getattr(args, "hybrid_layer_pattern", None)
-    if not pattern:
-        return list(range(attention_layers(args)))
-    layers = pattern.split(MULTI_TOKEN)[0].replace(STAGES, "")
-    return [number for number, kind in enumerate(layers) if kind == ATTENTION]
+    if pattern:
+        layers = pattern.split(MULTI_TOKEN)[0].replace(STAGES, "")
+        return [number for number, kind in enumerate(layers) if kind == ATTENTION]
+    every = range(attention_layers(args))
+    if not has_recurrent_layers(args):
+        return list(every)
+    # As Megatron reads it: the last of so many, or where the list has no 1.
+    given = args.linear_attention_freq
+    is_recurrent = [(layer + 1) % given for layer in every] if isinstance(given, int) else given
+    # Multi-token prediction has layers as the decoder's last.
+    depths = [is_recurrent[args.num_layers - 1]] * (len(every) - args.num_layers)
+    kinds = [*is_recurrent[: args.num_layers], *depths]
+    return [layer for layer, recurs in enumerate(kinds) if not recurs]
+
+
+def has_recurrent_layers(args) -> bool:
+    """Whether some layers are gated delta nets, which go through a sequence in order."""
+    pattern = getattr(args, "hybrid_layer_pattern", None)
+    if pattern:
+        return RECURRENT in pattern
+    return (
+        getattr(args, "experimental_attention_variant", None) in GATED_DELTA_NET
+        and getattr(args, "linear_attention_freq", None) is not None
+    )

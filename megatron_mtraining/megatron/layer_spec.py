@@ -12,6 +12,7 @@ import dataclasses
 from functools import partial
 from typing import Any
 
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -56,7 +57,9 @@ def _walk(node: Any, place: str, places: list[str], ours: Any) -> Any:
         places.append(place)
         return changed
     if isinstance(node, TransformerLayerSubmodules):
-        _check_layer(node, place)
+        check_layer(node, place)
+        if module_of(node.self_attention) is GatedDeltaNet:  # as it is
+            places.append(place)
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         if hasattr(node, "core_attention"):
             raise ConfigError(
@@ -113,7 +116,7 @@ def _ours(core_attention: Any, place: str, ours: Any) -> Any:
     return ours
 
 
-def _check_layer(layer: TransformerLayerSubmodules, place: str) -> None:
+def check_layer(layer: TransformerLayerSubmodules, place: str) -> None:
     """Refuse a layer that mixes tokens in a way that is not ours."""
     cross = module_of(layer.cross_attention)
     if cross not in (IdentityOp, IdentityFuncOp, None):
@@ -124,12 +127,13 @@ def _check_layer(layer: TransformerLayerSubmodules, place: str) -> None:
     module = module_of(layer.self_attention)
     name = getattr(module, "__name__", "")
     attends = isinstance(module, type) and issubclass(module, SelfAttention)
+    attends = attends or module is GatedDeltaNet
     # Heterogeneous models have layers without attention: nothing there mixes tokens.
     without = module in (IdentityOp, IdentityFuncOp, None) or "Linear" in name.split("Gathered")[0]
     if not attends and not without:
         raise ConfigError(
             f"{place}.self_attention is {_name(module)}: attention backend mtraining works with "
-            "SelfAttention only"
+            "SelfAttention and GatedDeltaNet only"
         )
 
 

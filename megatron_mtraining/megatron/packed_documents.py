@@ -23,6 +23,7 @@ from ..visibility import MOST_TOKENS, VisibleRanges
 from .backend import is_active, training_arguments
 from .borders import Borders, whole_sequence
 from .checks import is_from
+from .layer_pattern import has_recurrent_layers
 
 
 class DocumentParams(PackedSeqParams):
@@ -77,6 +78,11 @@ def check_documents(args) -> None:
     asked = _asked(args)
     if asked is None:
         return
+    if has_recurrent_layers(args):
+        raise ConfigError(
+            f"{asked} does not work with gated delta nets (--hybrid-layer-pattern G, "
+            "--linear-attention-freq): they would run across documents; leave one of them out"
+        )
     if args.seq_length is not None and args.seq_length > MOST_TOKENS:
         raise ConfigError(
             f"{asked} does not work with --seq-length {args.seq_length}: use at most {MOST_TOKENS}"

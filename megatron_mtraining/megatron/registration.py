@@ -42,6 +42,7 @@ def live_changes() -> tuple[LiveChange, ...]:
         checkpoint,
         decoder,
         density,
+        gated_delta_net,
         gpt_model,
         hybrid_model,
         mtp,
@@ -143,7 +144,8 @@ def live_changes() -> tuple[LiveChange, ...]:
             f"{hybrid}.hybrid_model:HybridModel",
             "forward",
             hybrid_model.wrap_forward,
-            "As for `GPTModel`.",
+            "As for `GPTModel`; and output layer and loss, between which it has the logits of all tokens, in "
+            "chunks.",
             HYBRID,
         ),
         LiveChange(
@@ -188,6 +190,26 @@ def live_changes() -> tuple[LiveChange, ...]:
             decoder.wrap_forward,
             "As for `TransformerBlock`: the layers of a `HybridModel`.",
             HYBRID,
+        ),
+        LiveChange(
+            "megatron.core.ssm.gated_delta_net:GatedDeltaNet",
+            "forward",
+            gated_delta_net.wrap_forward,
+            "Says to the next two in which order the layer gets tokens; refuses packed documents, across "
+            "which it would run.",
+        ),
+        LiveChange(
+            "megatron.core.ssm.mamba_context_parallel",
+            "_undo_attention_load_balancing",
+            gated_delta_net.wrap_undo,
+            "Brings the tokens of a gated delta net from the striped layout, and not from zigzag order, into "
+            "the order of the sequence.",
+        ),
+        LiveChange(
+            "megatron.core.ssm.mamba_context_parallel",
+            "_redo_attention_load_balancing",
+            gated_delta_net.wrap_redo,
+            "The way back, after the recurrence.",
         ),
         LiveChange(
             gpt,
@@ -325,6 +347,11 @@ LIVE_STATE = (
         "`mtraining_borders` of the model, its decoder and the layers of multi-token prediction",
         "`borders.py`, in `GPTModel.__init__`",
         "Over which ranks hidden states change their layout, and to which; None without context parallelism.",
+    ),
+    LiveState(
+        "`mtraining_borders` of gated delta nets",
+        "`gated_delta_net.py`, in the constructors of models",
+        "In which order they get tokens; None without context parallelism.",
     ),
     LiveState(
         "hooks before and after the transformer layers of multi-token prediction",

@@ -49,6 +49,8 @@ EXPERTS = dict(
 )  # fmt: skip
 if is_from(HYBRID):
     # HybridModels: patterns are not TransformerConfig's.
+    from tests.support.hybrid_models import GATED
+
     CASES |= {
         "hybrid": ("rope", dict(pattern="*--*-"), ""),
         "hybrid, yarn, everything recomputed": ("yarn", dict(pattern="-**-", **YARN, **FULL), ""),
@@ -57,6 +59,17 @@ if is_from(HYBRID):
             "rope",
             dict(pattern="*E-*E", **EXPERTS, **FULL),
             "sequences",
+        ),
+        "hybrid of gated delta nets": ("none", dict(pattern="G*-G*", **GATED), ""),
+        "gated delta nets, everything recomputed": (
+            "rope",
+            dict(
+                experimental_attention_variant="gated_delta_net",
+                linear_attention_freq=2,
+                **GATED,
+                **FULL,
+            ),
+            "",
         ),
     }
 
@@ -72,10 +85,13 @@ def model_of(case: str, ours: bool, size: int):
     length = sum(PADDED) if packed == "sequences" else SEQUENCE
     settings = dict(block_size=BLOCK, slash=length, vertical=0) if ours else None
     given = dict(position_embedding_type=kind, max_sequence_length=SEQUENCE)
-    if pattern is None:
+    if pattern is None and "linear_attention_freq" not in more:
         return build(settings, config, **given)
     from tests.support import hybrid_models
 
+    if pattern is None:
+        spec = hybrid_models.block_spec("G*")
+        return build(settings, config, transformer_layer_spec=spec, **given)
     return hybrid_models.build(settings, pattern, config, **given)
 
 
@@ -83,7 +99,7 @@ def numbers(case: str) -> list[int]:
     """Of the layers that have attention."""
     more = CASES[case][1]
     layers = 2 + more.get("mtp_num_layers", 0)
-    pattern = more.get("pattern", "*" * layers)
+    pattern = "G*" if "linear_attention_freq" in more else more.get("pattern", "*" * layers)
     return [number for number, kind in enumerate(pattern, 1) if kind == "*"]
 
 

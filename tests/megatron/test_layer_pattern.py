@@ -6,19 +6,57 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_mtraining import ConfigError
 from megatron_mtraining.megatron.arguments import ArgumentsError
 from megatron_mtraining.megatron.checks import is_from
 from megatron_mtraining.megatron.density import RUN, wrap_floating_point_operations
+from megatron_mtraining.megatron.gated_delta_net import wrap_forward
 from megatron_mtraining.megatron.layer_pattern import HYBRID, layers_with_attention
 from tests.support.megatron_cases import check, parse
 
-PATTERNS = {None: [0, 1, 2, 3], "*-*-": [0, 2], "-*E|*": [1, 3]}
+GATED = dict(experimental_attention_variant="gated_delta_net")
+CASES = {
+    # arguments of a model of four layers, and which have attention
+    "all": ({}, [0, 1, 2, 3]),
+    "multi-token prediction": ({"mtp_num_layers": 1}, [0, 1, 2, 3, 4]),
+    "pattern": ({"hybrid_layer_pattern": "*-*-"}, [0, 2]),
+    "stages": ({"hybrid_layer_pattern": "G*E|*"}, [1, 3]),
+    "every second": (GATED | {"linear_attention_freq": 2, "mtp_num_layers": 1}, [1, 3, 4]),
+    "listed": (GATED | {"linear_attention_freq": [0, 1, 0, 1], "mtp_num_layers": 1}, [0, 2]),
+}
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_layers_are_numbered_over_all_kinds(pattern):
-    args = SimpleNamespace(num_layers=4, hybrid_layer_pattern=pattern)
-    assert layers_with_attention(args) == PATTERNS[pattern]
+@pytest.mark.parametrize("name", CASES)
+def test_layers_are_numbered_over_all_kinds(name):
+    given, expected = CASES[name]
+    assert layers_with_attention(SimpleNamespace(num_layers=4, **given)) == expected
+
+
+@pytest.mark.parametrize(
+    "given", [GATED | {"linear_attention_freq": 4}, {"hybrid_layer_pattern": "*-G-"}]
+)
+def test_packed_documents_are_refused_with_gated_delta_nets(given):
+    if "hybrid_layer_pattern" in given and not is_from(HYBRID):
+        pytest.skip("no HybridModel")
+    check(parse(num_layers=4, **given))
+    with pytest.raises(ArgumentsError, match="--reset-attention-mask does not work with gated"):
+        check(parse(num_layers=4, reset_attention_mask=True, reset_position_ids=True, **given))
+
+
+def test_a_gated_delta_net_refuses_packed_documents():
+    forward = wrap_forward(lambda self, hidden_states, packed_seq_params=None: hidden_states)
+    for backend in ("mtraining", "auto"):
+        layer = SimpleNamespace(
+            config=SimpleNamespace(attention_backend=backend),
+            layer_number=3,
+            mtraining_borders=None,
+        )
+        assert forward(layer, 1) == 1
+        if backend == "auto":
+            assert forward(layer, 1, packed_seq_params="documents") == 1
+            continue
+        with pytest.raises(ConfigError, match="layer 3 is given packed documents"):
+            forward(layer, 1, packed_seq_params="documents")
 
 
 def test_operations_are_those_of_layers_with_attention(monkeypatch):

@@ -141,5 +141,7 @@ def test_a_killed_run_goes_on_in_other_layouts(tree, chat, tmp_path):
     third = "--context-parallel-size 2 --pipeline-model-parallel-size 2 "
     run = tree.run("launcher", 4, *OURS, *(kept + third).split(), data=chat)
     found = losses(run, iterations - at)
-    found[1] = 2 * found[1] - found[0]  # Megatron's second line after a load is the mean of two steps
+    found[1] = (
+        2 * found[1] - found[0]
+    )  # Megatron's second line after a load is the mean of two steps
     assert found == pytest.approx(expected[at:], abs=2e-5, rel=0)

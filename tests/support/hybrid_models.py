@@ -5,13 +5,18 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 from functools import partial
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.hybrid import hybrid_block
 from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.ssm import gated_delta_net
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -21,6 +26,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import (
     MoETransformerLayer,
     TransformerLayer,
@@ -29,6 +35,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from tests.support.gpt_models import VOCABULARY, config_of
 
+PARTS = ("megatron.core.ssm.gated_delta_net.common", "megatron.core.ssm.gated_delta_net.gdn")
 hybrid_block.TENorm = WrappedTorchNorm  # after the last layer, whatever the spec
 
 attention = ModuleSpec(
@@ -44,9 +51,36 @@ mlp = partial(
     MLP.as_mlp_submodule,
     submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
 )
+gated_net = ModuleSpec(
+    module=GatedDeltaNet,
+    submodules=GatedDeltaNetSubmodules(
+        in_proj=ColumnParallelLinear, out_norm=WrappedTorchNorm, out_proj=RowParallelLinear
+    ),
+)
+GATED = dict(
+    linear_conv_kernel_dim=4, linear_key_head_dim=16, linear_value_head_dim=32, linear_num_key_heads=4,
+    linear_num_value_heads=8, deterministic_mode=True,
+)  # fmt: skip
+"""A TransformerConfig's, of gated delta nets on the CPU."""
+torch.compiler.set_stance("force_eager")  # they are compiled where megatron-core is imported first
+for module in (gated_delta_net, *map(sys.modules.get, PARTS)):
+    if (
+        module is not None
+    ):  # flash-linear-attention, of which the deterministic layers use the norm alone
+        module.HAVE_FLA = True
+        module.l2norm = lambda x, dim=-1, eps=1e-6: x * (x.square().sum(dim, True) + eps).rsqrt()
+
 hybrid_stack_spec = ModuleSpec(
     module=hybrid_block.HybridStack,
     submodules=hybrid_block.HybridStackSubmodules(
+        gdn_layer=ModuleSpec(
+            module=TransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                input_layernorm=WrappedTorchNorm,
+                self_attention=gated_net,
+                self_attn_bda=get_bias_dropout_add,
+            ),
+        ),
         attention_layer=ModuleSpec(
             module=TransformerLayer,
             submodules=TransformerLayerSubmodules(
@@ -85,3 +119,13 @@ def build(settings: dict | None, pattern: str, config: dict | None = None, **mod
     )  # fmt: skip
     made = config_of(settings, layers | (config or {}))
     return HybridModel(config=made, **{**usual, **model})
+
+
+def block_spec(kinds: str) -> TransformerBlockSubmodules:
+    """Layers of a GPTModel with attention (``*``) or a gated delta net (``G``), and an MLP."""
+    usual = get_gpt_layer_local_spec()
+    gated = copy.copy(usual)
+    gated.submodules = copy.copy(usual.submodules)
+    gated.submodules.self_attention = gated_net
+    layers = [gated if kind == "G" else usual for kind in kinds]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=WrappedTorchNorm)

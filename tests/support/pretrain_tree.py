@@ -15,6 +15,7 @@ import pytest
 
 from megatron_mtraining.tools.cli import main
 from tests.support import cpu_shim
+from tests.support.ranks import ON_CPU
 from tests.support.running import torchrun
 
 SHIM = Path(cpu_shim.__file__)

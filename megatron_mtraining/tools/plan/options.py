@@ -95,7 +95,7 @@ NOT_MODELLED = (
     "--output-logit-dtype", "--label-smoothing", "--fp16-lm-cross-entropy",
     "--encoder-num-layers", "--decoder-num-layers", "--encoder-seq-length",
     "--use-rotary-position-embeddings", "--config-logger-dir", "--fp8-output-proj", "--logits-load-dir",
-    "--export-kd-teacher-load",
+    "--export-kd-teacher-load", "--linear-attention-freq",
 )  # fmt: skip
 """Flags that change memory in a way that is not modelled."""
 CHECKED = (
