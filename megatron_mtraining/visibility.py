@@ -109,15 +109,18 @@ class VisibleRanges:
             of the first key that it sees. It never descends. 0 all over is causal attention.
         check: look whether they are that. On a GPU this waits for the device; where False, the device looks
             later, and stops if they are not.
+        rows: int64 ``[M]``, ascending: the tokens that are no padding, of one batch entry; None if all are.
+            A token of padding sees itself alone. No pattern is searched from it, and its pair does not count.
 
     Attributes:
         start: int32 ``[b, N]``.
+        rows: as given.
 
     Raises:
         ConfigError: they are not such positions; named with the first that is wrong.
     """
 
-    def __init__(self, start: Tensor, check: bool = True):
+    def __init__(self, start: Tensor, check: bool = True, rows: Tensor | None = None):
         check_values(start=start)
         if start.dim() != 2 or 0 in start.shape or start.dtype not in (torch.int32, torch.int64):
             raise ConfigError(
@@ -130,6 +133,7 @@ class VisibleRanges:
                 f"{MOST_TOKENS}"
             )
         self.start = start.detach().int().contiguous()
+        self.rows = rows
         self._once: dict[Hashable, Any] = {}
         _refuse(start, check, "visible range")
 
@@ -178,15 +182,23 @@ class VisibleRanges:
         return cls(torch.stack(starts).to(device), check=False)
 
     @classmethod
-    def from_cu_seqlens(cls, cu_seqlens: Tensor, seq_length: int, device=None) -> VisibleRanges:
+    def from_cu_seqlens(
+        cls, cu_seqlens: Tensor, seq_length: int, device=None, lengths: Tensor | None = None
+    ) -> VisibleRanges:
         """Of packed documents, by where they end, as flash attention has it: ascending ``[0, end of the
         first, ..., seq_length]``, one dimension (or one row), of one batch entry; equal ones are filling.
-        Read on the host. Padding of a sequence counts as its last tokens, which none before them sees.
+        Read on the host.
+
+        Args:
+            lengths: int ``[documents]``, on the host: their tokens without padding, which comes last; None if
+                there is none, or it is not known.
 
         Raises:
-            ConfigError: they do not begin with 0, descend, or do not end with ``seq_length``.
+            ConfigError: they do not begin with 0, descend, or do not end with ``seq_length``; a length is
+                more than its document has.
         """
         check_whole(seq_length=seq_length)
+        own = None if lengths is None else _whole_numbers(lengths, "lengths of documents")
         ends = _whole_numbers(cu_seqlens, "cu_seqlens")
         if ends.dim() > 1 and ends.numel() != ends.shape[-1]:
             raise ConfigError(
@@ -201,9 +213,19 @@ class VisibleRanges:
                 f"{int(ends[-1]) if len(ends) else None}: they must ascend from 0 to the {seq_length} tokens "
                 "of the sequence"
             )
-        return cls.from_lengths(
-            lengths[lengths > 0].tolist(), seq_length, device or getattr(cu_seqlens, "device", None)
-        )
+        device = device or getattr(cu_seqlens, "device", None)
+        if own is None or own.equal(lengths):
+            return cls.from_lengths(lengths[lengths > 0].tolist(), seq_length, device)
+        if own.shape != lengths.shape or ((own < 0) | (own > lengths)).any():
+            raise ConfigError(
+                f"documents have {own.tolist()[:6]} tokens without padding, but {lengths.tolist()[:6]} with "
+                "it: give for each document at most as many"
+            )
+        position = torch.arange(seq_length)
+        start = ends[:-1].repeat_interleave(lengths)
+        is_padding = position >= start + own.repeat_interleave(lengths)
+        rows = None if is_padding.all() else (~is_padding).nonzero().flatten().to(device)
+        return cls(torch.where(is_padding, position, start)[None].to(device), False, rows)
 
     @classmethod
     def from_position_ids(cls, position_ids: Tensor, check: bool = True) -> VisibleRanges:
@@ -238,7 +260,7 @@ class VisibleRanges:
         if size < 1:
             raise ConfigError(f"window_size is {size}: use 1 or more")
         first = torch.arange(1 - size, self.seq_length + 1 - size, device=self.start.device)
-        return VisibleRanges(torch.maximum(self.start, first), check=False)
+        return VisibleRanges(torch.maximum(self.start, first), check=False, rows=self.rows)
 
     @property
     def batch(self) -> int:
@@ -315,7 +337,8 @@ class VisibleRanges:
         )
 
     def pairs(self, block: int) -> Tensor:
-        """Visible pairs of a query and a key by block distance: float64 ``[b, NB]``, exact; kept."""
+        """Visible pairs of a query and a key by block distance, without those of padding: float64 ``[b,
+        NB]``, exact; kept."""
         return self.once(("pairs", block), lambda: self._pairs(block))
 
     def _pairs(self, block: int) -> Tensor:
@@ -334,6 +357,8 @@ class VisibleRanges:
         pairs.scatter_add_(1, apart, part)
         pairs += further * block
         own = position - torch.maximum(start, position // block * block) + 1
+        if self.rows is not None:
+            own = own[:, self.rows]
         pairs[:, 0] = own.sum(1).double()
         return pairs[:, :num_blocks].contiguous()
 

@@ -235,6 +235,26 @@ def test_one_start_in_many_notations():
     assert torch.equal(local, documents.start[:, token_positions(256, 1, 2, 64)])
 
 
+def test_padding_sees_itself_alone():
+    ends, own = torch.tensor([0, 100, 100, 160, 256]), torch.tensor([97, 0, 60, 1])
+    padded = VisibleRanges.from_cu_seqlens(ends, 256, lengths=own)
+    apart = [97, 1, 1, 1, 60, *[1] * 96]
+    assert torch.equal(padded.start, VisibleRanges.from_lengths(apart, 256).start)
+    assert len(padded.rows) == 158
+    visible = torch.arange(256)[:, None] >= torch.arange(256)
+    visible &= torch.arange(256) >= padded.start[0, :, None]
+    assert padded.pairs(64).sum() == visible[padded.rows].sum()
+    assert padded.windowed(16).rows is padded.rows
+    whole = VisibleRanges.from_cu_seqlens(ends, 256, lengths=ends.diff())
+    assert whole.rows is None
+    assert VisibleRanges.from_cu_seqlens(ends, 256, lengths=0 * own).rows is None
+    for wrong in (own[1:], -own, own + 4):
+        with pytest.raises(
+            ConfigError, match="tokens without padding, but .100, 0, 60, 96. with it"
+        ):
+            VisibleRanges.from_cu_seqlens(ends, 256, lengths=wrong)
+
+
 def test_a_window_narrows_ranges_at_both_ends():
     ranges = VisibleRanges.from_lengths([5, 251], 256).windowed(4)
     assert ranges.start[0, [0, 3, 4, 5, 8, 9, 255]].tolist() == [0, 0, 1, 5, 5, 6, 252]

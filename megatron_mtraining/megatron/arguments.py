@@ -23,10 +23,10 @@ from ..switches import check_switches
 from .backend import is_active, training_arguments
 from .balance.options import check_balance, lines_of_balance
 from .checks import check_settings, inner_group_size, warning_of_loss
+from .document_options import check_documents, fill_in_documents
 from .layer_pattern import layers_with_attention
 from .options import FILLED_IN, add_arguments, attribute, config_from_args
 from .output_layer import check_loss, why_not
-from .packed_documents import check_documents, fill_in_documents
 from .rotary_options import check_rotary_options
 from .wrapping import is_first_local_rank, log, log_replaced
 

@@ -19,11 +19,9 @@ from torch import Tensor
 
 from ..config import ConfigError
 from ..tensors import check_values
-from ..visibility import MOST_TOKENS, VisibleRanges
+from ..visibility import VisibleRanges
 from .backend import is_active, training_arguments
 from .borders import Borders, whole_sequence
-from .checks import is_from
-from .layer_pattern import has_recurrent_layers
 
 
 class DocumentParams(PackedSeqParams):
@@ -52,129 +50,17 @@ def packed_seq_params_of(
 
 APART = ("reset_attention_mask", "dataloader_inter_document_masking", "sft")
 """Megatron-LM's arguments that ask for attention within documents."""
-SFT_ON_ALL_STAGES = (0, 17)
-"""The first Megatron that tells all pipeline stages of the sequences of ``--sft``."""
-MTP_RECOMPUTES_SEQUENCES = (0, 18)
-"""The first Megatron that can run layers of multi-token prediction again which are given packed sequences."""
 
 
 def masks_documents(arguments) -> bool:
     """Whether a run's arguments ask for attention within documents."""
-    return _asked(arguments) is not None
+    return asked_option(arguments) is not None
 
 
-def _asked(arguments) -> str | None:
+def asked_option(arguments) -> str | None:
     """The option that asks for it."""
     names = [name for name in APART if getattr(arguments, name, False)]
     return "--" + names[0].replace("_", "-") if names else None
-
-
-def check_documents(args) -> None:
-    """Refuse packed documents in runs that do not know where documents begin.
-
-    Raises:
-        ConfigError: names the option and what to do.
-    """
-    asked = _asked(args)
-    if asked is None:
-        return
-    if has_recurrent_layers(args):
-        raise ConfigError(
-            f"{asked} does not work with gated delta nets (--hybrid-layer-pattern G, "
-            "--linear-attention-freq): they would run across documents; leave one of them out"
-        )
-    if args.seq_length is not None and args.seq_length > MOST_TOKENS:
-        raise ConfigError(
-            f"{asked} does not work with --seq-length {args.seq_length}: use at most {MOST_TOKENS}"
-        )
-    if getattr(args, "overlap_moe_expert_parallel_comm", False):
-        raise ConfigError(
-            f"{asked} does not work with --overlap-moe-expert-parallel-comm, which does not tell "
-            "layers what is packed: leave one of them out"
-        )
-    if (
-        getattr(args, "mtp_num_layers", None)
-        and getattr(args, "recompute_granularity", None) == "full"
-        and not is_from(MTP_RECOMPUTES_SEQUENCES)
-    ):
-        raise ConfigError(
-            f"{asked} does not work with --mtp-num-layers {args.mtp_num_layers} and --recompute-granularity "
-            "full: layers of multi-token prediction that this Megatron runs again cannot be told what is "
-            "packed; use --recompute-granularity selective, or Megatron 0.18 or later"
-        )
-    stages = getattr(args, "pipeline_model_parallel_size", None) or 1
-    if asked != "--reset-attention-mask":
-        if asked != "--sft" or not is_from(SFT_ON_ALL_STAGES):
-            _check_stages(args, asked, stages)
-        _check_expert_loss(args, asked)
-        return
-    if stages > 1:
-        raise ConfigError(
-            f"--reset-attention-mask does not work with --pipeline-model-parallel-size {stages}: "
-            "stages without tokens do not know where documents end; use 1, or, where Megatron has it, two "
-            "stages and --dataloader-inter-document-masking, which finds documents in their indexed dataset"
-        )
-    if getattr(args, "reset_position_ids", False):
-        return
-    kind = getattr(args, "position_embedding_type", "rope")
-    if kind not in ("rope", "yarn", "none"):
-        raise ConfigError(
-            f"--reset-attention-mask needs --reset-position-ids with --position-embedding-type "
-            f"{kind}: documents are recognized by position ids that restart, which change what such a model "
-            "learns; give both"
-        )
-
-
-def _check_stages(args, asked: str, stages: int) -> None:
-    """Refuse pipelines in which Megatron does not tell all stages where documents begin."""
-    if stages == 1:
-        return
-    pipeline = f"--pipeline-model-parallel-size {stages}"
-    virtual = ("virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank")
-    if stages > 2 or any((getattr(args, name, None) or 1) > 1 for name in virtual):
-        raise ConfigError(
-            f"{asked} does not work with {pipeline}"
-            f"{' and virtual stages' if stages == 2 else ''}: only the first and the last stage read data, "
-            "and the others do not know where documents end; use at most 2 stages, none of them virtual"
-        )
-    size = getattr(args, "micro_batch_size", None) or 1
-    if size > 1:
-        raise ConfigError(
-            f"{asked} does not work with {pipeline} and --micro-batch-size {size}: a stage sends one "
-            "sequence of all samples, and the next expects them apart; use --micro-batch-size 1"
-        )
-
-
-def _check_expert_loss(args, asked: str) -> None:
-    """Refuse a balancing loss of each sample where samples cannot be told apart."""
-    kinds = getattr(args, "moe_router_load_balancing_type", None) or ()
-    kinds = (kinds,) if isinstance(kinds, str) else kinds
-    size, ranks = (
-        getattr(args, name, None) or 1 for name in ("micro_batch_size", "context_parallel_size")
-    )
-    if getattr(args, "num_experts", None) and "seq_aux_loss" in kinds and size > 1 and ranks > 1:
-        raise ConfigError(
-            f"--moe-router-load-balancing-type seq_aux_loss does not work with {asked}, --micro-batch-size "
-            f"{size} and --context-parallel-size {ranks}: it is a loss of each sample, and a rank's tokens "
-            "are of all of them; use --micro-batch-size 1"
-        )
-
-
-def fill_in_documents(args) -> list[str]:
-    """With ``--reset-attention-mask``, have the data loader's position ids say where documents begin.
-
-    Returns:
-        Lines for the log.
-    """
-    if not getattr(args, "reset_attention_mask", False) or getattr(
-        args, "reset_position_ids", False
-    ):
-        return []
-    args.reset_position_ids = True
-    return [
-        "--reset-attention-mask: position ids restart with documents (as with --reset-position-ids), "
-        "which says where they are; rotary embeddings do not look at them"
-    ]
 
 
 def wrap_forward(original):
@@ -268,7 +154,7 @@ def document_params(
 ) -> DocumentParams:
     """Documents of Megatron's packed sequences, one after the other in one sequence. Read on the host.
 
-    A padded sequence is one document: its padding comes last, where no token of it sees it.
+    Padding of a sequence comes last, where no token of it sees it.
 
     Args:
         borders: of the model, with context parallelism.
@@ -292,7 +178,7 @@ def document_params(
             "packed_seq_params are given with a cp_group: attention backend mtraining does not "
             "support hybrid context parallelism"
         )
-    ends = _ends(params, "q")
+    ends, own = _ends(params, "q"), _read(params.cu_seqlens_q, "cu_seqlens_q").diff()
     if not ends.equal(keys := _ends(params, "kv")):
         raise ConfigError(
             f"cu_seqlens_kv of packed_seq_params {keys.tolist()[:6]} differs from cu_seqlens_q "
@@ -304,7 +190,8 @@ def document_params(
     padded = length if is_whole or borders is None else borders.padded(length)
     if padded > length:
         ends = torch.cat((ends, ends.new_tensor([padded])))
-    documents = VisibleRanges.from_cu_seqlens(ends, padded, params.cu_seqlens_q.device)
+        own = torch.cat((own, own.new_tensor([0])))
+    documents = VisibleRanges.from_cu_seqlens(ends, padded, params.cu_seqlens_q.device, own)
     return packed_seq_params_of(documents, lengths)
 
 
@@ -314,9 +201,13 @@ def _ends(params: PackedSeqParams, of: str) -> Tensor:
     for name in (f"cu_seqlens_{of}_padded", f"cu_seqlens_{of}"):
         ends = getattr(params, name, None)
         if ends is not None:
-            check_values(**{name: ends})
-            return ends.flatten().cpu()
+            return _read(ends, name)
     return _ends(params, "q")
+
+
+def _read(ends: Tensor, name: str) -> Tensor:
+    check_values(**{name: ends})
+    return ends.flatten().cpu()
 
 
 def _check_seq_idx(index: Tensor | None, ends: Tensor) -> None:
@@ -348,7 +239,7 @@ def documents_for_layer(params, place: str) -> VisibleRanges | None:
     arguments = training_arguments()
     if is_active(arguments) and masks_documents(arguments):
         raise ConfigError(
-            f"the {place} must keep documents apart ({_asked(arguments)}), but no documents are given: give "
-            "the model position_ids, or packed_seq_params"
+            f"the {place} must keep documents apart ({asked_option(arguments)}), but no documents are given: "
+            "give the model position_ids, or packed_seq_params"
         )
     return None

@@ -8,6 +8,7 @@ Here rows are spread over all of it, so that columns and diagonals which only ea
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,32 +39,49 @@ def stratified_rows(seq_length: int, strata: int, rows: int, device=None) -> Ten
 
 def last_rows(seq_length: int, rows: int, device=None) -> Tensor:
     """Positions of the last query rows, as published methods sample: int64 ``[rows]``."""
-    return torch.arange(seq_length - rows, seq_length, device=device)
+    return torch.arange(seq_length - rows, seq_length, device=device).clamp(min=0)
 
 
-def rows_of(sampling: Sampling, seq_length: int, device=None) -> Tensor:
-    """Positions of the query rows of a sampling: int64 ``[R]``."""
+def rows_of(
+    sampling: Sampling, seq_length: int, device=None, visible: VisibleRanges | None = None
+) -> Tensor:
+    """Positions of the query rows of a sampling: int64 ``[R]``; of those that are no padding."""
+    if visible is not None and visible.rows is not None:
+        return visible.rows[rows_of(sampling, len(visible.rows), device)]
     if isinstance(sampling, LastRowsSampling):
         return last_rows(seq_length, sampling.rows, device)
     return stratified_rows(seq_length, sampling.strata, sampling.rows, device)
 
 
+class _LocalRows(NamedTuple):
+    """Where the sampled rows are. The same in every layer, so kept: they take a dozen launches."""
+
+    row: Tensor
+    """int32 ``[R]``, their positions."""
+    local: Tensor
+    """int64 ``[R]``, their positions in this rank's part (0 for other ranks' rows)."""
+    elsewhere: Tensor
+    """bool ``[R, 1, 1, 1]``, which rows other ranks have."""
+
+
+def _place(row: Tensor, rank: int, world: int, inner: int, block_size: int) -> _LocalRows:
+    owner, local = located(row, world, block_size, inner)
+    here = owner == rank
+    return _LocalRows(row.int(), torch.where(here, local, 0), ~here[:, None, None, None])
+
+
 @lru_cache(maxsize=256)  # more than a stream has captured searches, which read them in each replay
-def _local_rows(
-    seq_length: int, sampling: Sampling, rank: int, world: int, inner: int, block_size: int, device
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Positions of the rows, int32; their positions in this rank's part, int64 (0 for other ranks' rows);
-    which rows other ranks have, bool. The same in every layer and step, so kept: they take a dozen
-    launches."""
+def _local_rows(seq_length: int, sampling: Sampling, device, *layout: int) -> _LocalRows:
     with torch.inference_mode(False):
-        row = rows_of(sampling, seq_length, device)
-        owner, local = located(row, world, block_size, inner)
-        here = owner == rank
-        return row.int(), torch.where(here, local, 0), ~here[:, None, None, None]
+        return _place(rows_of(sampling, seq_length, device), *layout)
 
 
 def gather_rows(
-    query: Tensor, config: MTrainingConfig, cp: CPGroup, out: Tensor | None = None
+    query: Tensor,
+    config: MTrainingConfig,
+    cp: CPGroup,
+    out: Tensor | None = None,
+    visible: VisibleRanges | None = None,
 ) -> Tensor:
     """The queries of the sampled rows on all ranks, ``[R, b, h, d]``, in one small collective.
 
@@ -71,24 +89,25 @@ def gather_rows(
         query: ``[s, b, h, d]``, this rank's part, block-striped.
         out: memory for them.
     """
-    _, local, elsewhere = _rows_on(query, config, cp)
-    sampled = torch.index_select(query, 0, local, out=out)
+    rows = _rows_on(query, config, cp, visible)
+    sampled = torch.index_select(query, 0, rows.local, out=out)
     if cp.world > 1:
         # One rank has each row, so the sum is exact in any dtype.
-        sampled = cp.all_reduce(sampled.masked_fill_(elsewhere, 0))
+        sampled = cp.all_reduce(sampled.masked_fill_(rows.elsewhere, 0))
     return sampled
 
 
-def _rows_on(query: Tensor, config: MTrainingConfig, cp: CPGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`_local_rows` of this rank."""
-    return _local_rows(
-        query.shape[0] * cp.world,
-        config.sampling,
-        cp.rank,
-        cp.world,
-        cp.inner,
-        config.block_size,
-        query.device,
+def _rows_on(
+    query: Tensor, config: MTrainingConfig, cp: CPGroup, visible: VisibleRanges | None
+) -> _LocalRows:
+    """The rows of a call."""
+    at = config.sampling, query.device, cp.rank, cp.world, cp.inner, config.block_size
+    seq_length = query.shape[0] * cp.world
+    if visible is None or visible.rows is None:
+        return _local_rows(seq_length, *at)
+    sampling, device, *layout = at
+    return visible.once(
+        ("rows", *at), lambda: _place(rows_of(sampling, seq_length, device, visible), *layout)
     )
 
 
@@ -108,8 +127,8 @@ def gather_sampled_rows(
     """
     block, sampling = config.block_size, config.sampling
     seq_length = query.shape[0] * cp.world
-    row = _rows_on(query, config, cp)[0]
-    sampled = gather_rows(query, config, cp)
+    row = _rows_on(query, config, cp, visible).row
+    sampled = gather_rows(query, config, cp, visible=visible)
     if isinstance(sampling, LastRowsSampling):  # each row is a stratum of its own
         kind = dict(
             rows_per_stratum=1, num_selection_rows=1, drop_max_stratum=False, stratified=False
@@ -131,13 +150,18 @@ def gather_sampled_rows(
 
 
 def _exposed(
-    starts: Tensor | None, n: int, sampling: Sampling, block: int, window_blocks: int, sink: int
+    visible: VisibleRanges | None,
+    n: int,
+    sampling: Sampling,
+    block: int,
+    window_blocks: int,
+    sink: int,
 ) -> Tensor:
-    """:func:`exposed_rows` of rows that see keys from ``starts`` on, ``[b, N]``."""
-    rows = rows_of(sampling, n, "cpu" if starts is None else starts.device)
+    """:func:`exposed_rows`, float32 ``[b]``."""
+    rows = rows_of(sampling, n, "cpu" if visible is None else visible.start.device, visible)
     if not isinstance(sampling, LastRowsSampling):
         rows = rows.view(-1, sampling.rows)[:, -sampling.held_out_rows :].flatten()
-    first_key = rows.new_zeros(1, len(rows)) if starts is None else starts[:, rows]
+    first_key = rows.new_zeros(1, len(rows)) if visible is None else visible.start[:, rows]
     window = (rows // block - window_blocks + 1) * block
     return (first_key.clamp(min=sink) < window).float().mean(-1)
 
@@ -155,7 +179,7 @@ def exposed_rows(sample: SampledRows, config: MTrainingConfig) -> float | Tensor
     visible = sample.visible
     if visible is None:
         return _exposed_alone(sample.seq_length, *of_pattern)
-    return visible.once(of_pattern, lambda: _exposed(visible.start, sample.seq_length, *of_pattern))
+    return visible.once(of_pattern, lambda: _exposed(visible, sample.seq_length, *of_pattern))
 
 
 def sampled_lse(sample: SampledRows, key: Tensor, cp: CPGroup) -> Tensor:

@@ -95,6 +95,12 @@ def test_megatrons_packed_sequences_become_documents():
         with pytest.raises(ConfigError, match=message):
             params = PackedSeqParams(**{**packed, **wrong})
             Model().wrapped(None, None, None, packed_seq_params=params)
+    padded = torch.tensor([0, 128, 192, 768, 768], dtype=torch.int32)
+    packed |= dict(cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded)
+    ends[3:] = 600
+    ours = Model().wrapped(None, None, None, packed_seq_params=PackedSeqParams(**packed))
+    wanted = [*range(100), 128, *range(192, 192 + 499)]
+    assert ours.documents.rows.tolist() == wanted and ours.documents.seq_length == 768
     with pytest.raises(ConfigError, match="documents are a list"):
         packed_documents.packed_seq_params_of([100, 668])
 
@@ -216,8 +222,13 @@ def test_where_documents_cannot_be_had_is_said_early():
     with pytest.raises(ArgumentsError, match="seq_aux_loss does not work with"):
         check(parse(**own))
     check(parse(**{**own, "context_parallel_size": 1}))
+    predicts = dict(pipeline_model_parallel_size=2, mtp_num_layers=1)
+    check(parse(reset_attention_mask=True, **predicts))
+    virtual = {**predicts, "num_virtual_stages_per_pipeline_rank": 2}
     for given, message in (
-        (dict(pipeline_model_parallel_size=2), "--pipeline-model-parallel-size 2"),
+        (dict(pipeline_model_parallel_size=2), "--pipeline-model-parallel-size 2: only the first"),
+        ({**predicts, "pipeline_model_parallel_size": 4}, "--pipeline-model-parallel-size 4"),
+        (virtual, "--pipeline-model-parallel-size 2"),
         (dict(position_embedding_type="learned_absolute"), "needs --reset-position-ids"),
         (dict(overlap_moe_expert_parallel_comm=True), "--overlap-moe-expert-parallel-comm"),
         (dict(seq_length=2**25), "--seq-length 33554432"),

@@ -14,7 +14,7 @@ from megatron_mtraining.attention import attend
 from megatron_mtraining.cp_group import CPGroup, cp_group_of
 from megatron_mtraining.layout import stripe, unstripe
 from megatron_mtraining.pattern import search_pattern
-from megatron_mtraining.pattern.sampled_rows import last_rows, stratified_rows
+from megatron_mtraining.pattern.sampled_rows import last_rows, rows_of, stratified_rows
 from megatron_mtraining.pattern.selectors import price
 from megatron_mtraining.pattern.selectors.candidates import SINK
 from megatron_mtraining.visibility import VisibleRanges
@@ -73,6 +73,53 @@ def test_recall_is_of_attention_to_visible_keys(policy, window):
     assert 0 < index.exposed <= 1
     lost = p * ~masks
     assert (lost.sum(-1)[:, :, ~free.any(1)] == 0).all()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_padding_changes_no_pattern_and_no_figure(policy):
+    """Of a sequence with padding at its end, whatever that is: selection, density and recall of the sequence
+    alone. Padding within it is no row that is searched from, either."""
+    lengths, own = [300, 263], 563
+    query, key = (each[:, :1] for each in operands())
+    query[own:], key[own:] = 7 * query[own:], 7 * key[own:].flip(0)
+    config = MTrainingConfig.from_options(
+        **policy,
+        window=64,
+        block_size=BLOCK,
+        **({} if "estimator" in policy else dict(sample_strata=32)),
+    )
+    ends = torch.tensor([0, 300, SEQ])
+    padded = VisibleRanges.from_cu_seqlens(ends, SEQ, lengths=torch.tensor(lengths))
+    alone = VisibleRanges.from_lengths(lengths, own)
+    found, expected = (
+        search_pattern(query[:n], key[:n], config, CPGroup(None), 0.125, visible=each)
+        for n, each in ((SEQ, padded), (own, alone))
+    )
+    masks = [written_out_mask(each, 1, query.shape[2]) for each in (found, expected)]
+    if policy.get("estimator") != "last":  # its costs are those of a whole sequence
+        assert torch.equal(masks[0][:, :, :own, :own], masks[1])
+        torch.testing.assert_close(found.recall, expected.recall, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(found.density(), expected.density(), atol=2e-3, rtol=0)
+    assert torch.equal(
+        masks[0][:, :, own:].sum(-1), torch.ones_like(masks[0][:, :, own:, 0]).long()
+    )
+    torch.testing.assert_close(found.exposed, expected.exposed)
+
+
+def test_rows_are_not_of_padding():
+    lengths, ends = torch.tensor([1, 70, 0, 130]), torch.tensor([0, 64, 256, 320, 640])
+    padded = VisibleRanges.from_cu_seqlens(ends, 640, lengths=lengths)
+    wanted = torch.cat(
+        [start + torch.arange(n) for start, n in zip(ends.tolist(), lengths.tolist())]
+    )
+    assert torch.equal(padded.rows, wanted)
+    for sampling in (
+        MTrainingConfig.from_options(price=1.0).sampling,
+        MTrainingConfig.from_options(price=1.0, estimator="last", sample_rows=300).sampling,
+    ):
+        rows = rows_of(sampling, 640, visible=padded)
+        assert len(rows) == len(rows_of(sampling, 640)) and torch.isin(rows, wanted).all()
+        assert (rows.diff() >= 0).all()
 
 
 def test_short_documents_expose_no_rows():
