@@ -71,8 +71,9 @@ CASES = {
     "multi-token prediction, CP 2 x PP 2": (
         "launcher", 4, CP + PP + FULL + PREDICTION, 2, PP + PREDICTION,
     ),
-    "multi-token prediction of documents, CP 2": (
-        "launcher", 2, CP + PREDICTION + "--reset-attention-mask " + PACKING, 1, PREDICTION + DOCUMENTS,
+    "multi-token prediction of documents, CP 2 x PP 2": (
+        "launcher", 4, CP + PP + PREDICTION + "--reset-attention-mask " + PACKING,
+        2, PP + PREDICTION + DOCUMENTS,
     ),
     "documents, CP 2, full recompute": (
         "launcher", 2, CP + FULL + "--reset-attention-mask " + PACKING, 1, DOCUMENTS,
