@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..cp_group import RankGroup
 from .backend import is_active, training_arguments
-from .layer_pattern import layers_with_attention
+from .layer_pattern import attention_layers, layers_with_attention
 from .run_state import RUN, has_schedule
 from .wrapping import log
 
@@ -239,7 +239,10 @@ def wrap_floating_point_operations(original):
         if squares is None:
             squares = given["batch_size"] * run.seq_length**2
         # Two products forward and four backward; an addition and a multiplication for each causal pair.
-        hidden = run.kv_channels * run.num_attention_heads * len(layers_with_attention(run))
+        # Depths of multi-token prediction may share a layer.
+        again = run.num_layers + (getattr(run, "mtp_num_layers", None) or 0) - attention_layers(run)
+        layers = len(layers_with_attention(run)) + again
+        hidden = run.kv_channels * run.num_attention_heads * layers
         return operations - (1 - RUN.computed) * 6 * hidden * squares
 
     return num_floating_point_operations

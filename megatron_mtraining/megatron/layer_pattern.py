@@ -25,7 +25,9 @@ def attention_layers(settings) -> int:
     Args:
         settings: Megatron-LM's arguments, or a TransformerConfig.
     """
-    return settings.num_layers + (getattr(settings, "mtp_num_layers", None) or 0)
+    depths = getattr(settings, "mtp_num_layers", None) or 0
+    repeats = getattr(settings, "mtp_use_repeated_layer", False)
+    return settings.num_layers + (min(depths, 1) if repeats else depths)
 
 
 def layers_with_attention(args) -> list[int]:

@@ -1,7 +1,6 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """megatron-core's GPTModel with the loss in chunks: losses and gradients of Megatron's own loss."""
 
-import copy
 import logging
 from types import SimpleNamespace
 
@@ -9,7 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.gpt_models import VOCABULARY, build, draw_batch, run_schedule, start
+from tests.support.gpt_models import (
+    VOCABULARY,
+    allow_sequence_parallel_norms,
+    build,
+    draw_batch,
+    run_schedule,
+    start,
+)
 from tests.support.ranks import run_ranks
 
 SHAPE = 2, 128
@@ -151,23 +157,6 @@ def stub_fused_gradients() -> None:
         wgrad_gemm_accum_fp32=add, wgrad_gemm_accum_fp16=add
     )
     layers._grad_accum_fusion_available = True
-
-
-def allow_sequence_parallel_norms() -> None:
-    """PyTorch's norm is the only one without a GPU, and Megatron refuses it with sequence parallelism."""
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    make = WrappedTorchNorm.__new__
-
-    def __new__(cls, config, *args, **kwargs):
-        without = copy.copy(config)
-        without.sequence_parallel = False
-        norm = make(cls, without, *args, **kwargs)
-        for param in norm.parameters():
-            param.sequence_parallel = config.sequence_parallel
-        return norm
-
-    WrappedTorchNorm.__new__ = __new__
 
 
 def compare_all(rank: int, size: int) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import fields
 
 import torch
@@ -81,6 +82,23 @@ def build(settings: dict | None, config: dict | None = None, **model):
     if made.mtp_num_layers:
         usual["mtp_block_spec"] = get_gpt_mtp_block_spec(made, spec, use_transformer_engine=False)
     return GPTModel(config=made, **{**usual, **model})
+
+
+def allow_sequence_parallel_norms() -> None:
+    """PyTorch's norm is the only one without a GPU, and Megatron refuses it with sequence parallelism."""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    make = WrappedTorchNorm.__new__
+
+    def __new__(cls, config, *args, **kwargs):
+        without = copy.copy(config)
+        without.sequence_parallel = False
+        norm = make(cls, without, *args, **kwargs)
+        for param in norm.parameters():
+            param.sequence_parallel = config.sequence_parallel
+        return norm
+
+    WrappedTorchNorm.__new__ = __new__
 
 
 def draw_batch(size: int, sequence: int, seed: int = 3) -> dict:
