@@ -18,11 +18,16 @@ EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 "
     "--moe-token-dispatcher-type allgather "
 )
+GATED = (
+    "--deterministic-mode --linear-key-head-dim 16 --linear-value-head-dim 32 --linear-num-key-heads 4 "
+    "--linear-num-value-heads 8 "
+)
 STAGES = "--pipeline-model-parallel-size 2 "
 CASES = {
     # pattern, processes, and what else; of the run of dense attention: processes, and what else
     "CP 2": ("*-*-", 2, CP + "--mtraining-loss-chunk 100", 1, ""),
     "experts, CP 2, recomputed": ("*E-*E", 2, CP + FULL + EXPERTS, 1, EXPERTS),
+    "gated delta nets, CP 2": ("G-*-", 2, CP + GATED, 1, GATED),
     # Stages draw weights of their own.
     "CP 2 x PP 2": ("*-|-*", 4, CP + STAGES, 2, STAGES),
 }
@@ -40,7 +45,8 @@ def densities(run) -> list[float]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_with_everything_kept_steps_are_those_of_dense_attention(name, tree):
+def test_with_everything_kept_steps_are_those_of_dense_attention(name, tree, monkeypatch):
+    monkeypatch.setenv("NCCL_ALGO", "Ring")  # Megatron asks for it with --deterministic-mode
     pattern, processes, words, dense_processes, dense_words = CASES[name]
     given = [*HYBRID, "--hybrid-layer-pattern", pattern]
     dense = tree.run("plain", dense_processes, *given, *dense_words.split(), script=SCRIPT)
