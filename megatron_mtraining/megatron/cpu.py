@@ -202,6 +202,7 @@ def install_core() -> None:
     function of Transformer Engine that packed sequences need."""
     from megatron.core import utils
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer import multi_token_prediction
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     def get_state(device="cuda", clone=False, graph_safe=False):
@@ -226,6 +227,9 @@ def install_core() -> None:
 
     if getattr(utils, "tex", None) is None:
         utils.tex = SimpleNamespace(thd_get_partitioned_indices=thd_get_partitioned_indices)
+        # Megatron after 0.19 asks for layers of Transformer Engine's, which are no classes without it.
+        if hasattr(multi_token_prediction, "is_inference_column_parallel_linear"):
+            multi_token_prediction.is_inference_column_parallel_linear = _always(False)
 
 
 def install_training() -> None:

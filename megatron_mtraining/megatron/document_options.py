@@ -11,7 +11,7 @@ from .packed_documents import asked_option
 
 SFT_ON_ALL_STAGES = (0, 17)
 """The first Megatron that tells all pipeline stages of the sequences of ``--sft``."""
-MTP_RECOMPUTES_SEQUENCES = (0, 18)
+MTP_RECOMPUTES_SEQUENCES = (0, 19)
 """The first Megatron that can run layers of multi-token prediction again which are given packed sequences."""
 
 
@@ -46,7 +46,7 @@ def check_documents(args) -> None:
         raise ConfigError(
             f"{asked} does not work with --mtp-num-layers {args.mtp_num_layers} and --recompute-granularity "
             "full: layers of multi-token prediction that this Megatron runs again cannot be told what is "
-            "packed; use --recompute-granularity selective, or Megatron 0.18 or later"
+            "packed; use --recompute-granularity selective, or Megatron 0.19 or later"
         )
     stages = getattr(args, "pipeline_model_parallel_size", None) or 1
     if asked != "--reset-attention-mask":

@@ -44,8 +44,7 @@ def train(rank: int, size: int, is_ours: bool) -> dict:
         settings if is_ours else None,
         dict(
             mtp_num_layers=2, calculate_per_token_loss=True, context_parallel_size=cp,
-            tensor_model_parallel_size=tp, sequence_parallel=tp > 1, recompute_granularity="full",
-            recompute_method="uniform", recompute_num_layers=1,
+            tensor_model_parallel_size=tp, sequence_parallel=tp > 1,
         ),
     )  # fmt: skip
     batch = batch_of(cp, state.get_context_parallel_rank())

@@ -69,7 +69,7 @@ CASES = {
     "experts of two ranks": ("launcher", 2, EXPERTS, 2, EXPERTS),
     "YaRN, CP 2": ("launcher", 2, CP + YARN, 1, YARN),
     "multi-token prediction, CP 2 x PP 2": (
-        "launcher", 4, CP + PP + FULL + PREDICTION, 2, PP + PREDICTION,
+        "launcher", 4, CP + PP + PREDICTION, 2, PP + PREDICTION,
     ),
     "multi-token prediction of documents, CP 2 x PP 2": (
         "launcher", 4, CP + PP + PREDICTION + "--reset-attention-mask " + PACKING,
