@@ -18,6 +18,7 @@ from ..kernels.limits import HEAD_DIMS
 from ..layout import inner_size
 from .cuda_graphs import check_graphs
 from .layer_pattern import GATED_DELTA_NET, HYBRID, is_supported
+from .windows import check_window_layers, is_causal_window
 
 
 @dataclass(frozen=True)
@@ -88,15 +89,9 @@ REFUSALS = (
     Refusal("use_kitchen_attention", unset, "it is an attention backend of its own", LEAVE_OUT),
     Refusal(
         "window_size",
-        lambda value: value is None,
-        "sliding windows are not supported",
-        LEAVE_OUT,
-    ),
-    Refusal(
-        "softmax_type",
-        lambda value: value in (None, "vanilla"),
-        "softmax offsets are not supported",
-        "use --softmax-type vanilla",
+        lambda value: value is None or is_causal_window(value),
+        "a query sees keys before it alone, so many as the first number says",
+        "give a number from 0 on (-1 for all keys), and 0 as the second",
     ),
     Refusal(
         "position_embedding_type",
@@ -254,6 +249,7 @@ def check_settings(settings, command_line: bool) -> None:
     check_graphs(settings, command_line)
     check_head_dim(settings, command_line)
     _check_groups(settings, command_line)
+    check_window_layers(settings, command_line)
     size = getattr(settings, "context_parallel_size", None) or 1
     if getattr(settings, "overlap_moe_expert_parallel_comm", False) and size > 1:
         names = ("overlap_moe_expert_parallel_comm", "context_parallel_size")

@@ -17,6 +17,7 @@ from ..attention import attend
 from ..config import ConfigError, Policy, head_policies
 from ..cp_group import CPGroup, cp_group_of
 from ..pattern import Steering
+from ..pattern.windows import exact, sliding_window, window_density
 from ..visibility import VisibleRanges
 from . import recompute
 from .arguments import settings
@@ -26,6 +27,7 @@ from .checks import check_settings, inner_group_size, is_p2p, show
 from .density import DensityMeter
 from .hosts import advise_on_hosts, check_hosts
 from .inputs import check_mask
+from .layer_kinds import add_softmax_offset, sharded_softmax_offset, window_layers, window_of
 from .layer_pattern import attention_layers
 from .packed_documents import documents_for_layer
 from .run_state import RUN
@@ -36,8 +38,9 @@ class MTrainingAttention(MegatronModule):
 
     Put into layer specs when the config chooses attention backend ``mtraining``, or by hand as
     ``SelfAttentionSubmodules(core_attention=MTrainingAttention, ...)``; then batches and position
-    embeddings must be striped by the caller (see :mod:`megatron_mtraining.layout`). No parameters,
-    so no keys in checkpoints.
+    embeddings must be striped by the caller (see :mod:`megatron_mtraining.layout`). Its parameters are
+    those of ``DotProductAttention``, with the same keys in checkpoints: none, or ``softmax_offset``. A layer
+    with a sliding window attends to all of its keys.
 
     Args:
         config: a TransformerConfig; :func:`~megatron_mtraining.megatron.settings` says where the
@@ -70,6 +73,7 @@ class MTrainingAttention(MegatronModule):
         **unknown,
     ):
         super().__init__(config=config)
+        window_number = layer_number  # Megatron's own, which windows go by
         if mtp_depth is not None:
             layer_number = config.num_layers + mtp_depth
         place = f"attention of layer {layer_number}"
@@ -124,10 +128,19 @@ class MTrainingAttention(MegatronModule):
         _check_hosts(cp_group_of(self.cp_group, self.cp_inner), sizes, place)
         self.steering = self._steering(place)
         self.first_head = 0
-        self.head_policies = self._own_policies(pg_collection, place)
+        self.tp_group = getattr(pg_collection, "tp", None)
+        if self.tp_group is None:
+            self.tp_group = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
+        self.head_policies = self._own_policies(place)
+        self.window = window_of(config, window_number)
+        own = () if self.window is None else (layer_number - 1,)
+        self.steering.leave_out((*window_layers(config), *own))
+        add_softmax_offset(self, self._own_heads())
         self.density = DensityMeter(layer_number - 1, self.first_head)
         self.saves = recompute.what_to_save(self)
-        self.observer = RUN.balance.observer(self.mtraining, self.head_policies, place)
+        self.observer = None
+        if self.window is None:
+            self.observer = RUN.balance.observer(self.mtraining, self.head_policies, place)
 
     def forward(
         self,
@@ -161,7 +174,7 @@ class MTrainingAttention(MegatronModule):
         place = f"attention of layer {self.layer_number}"
         if attention_bias is not None:
             raise ConfigError(f"the {place} is given an attention_bias, which is not supported")
-        documents = documents_for_layer(packed_seq_params, place)
+        visible = documents = documents_for_layer(packed_seq_params, place)
         if attn_mask_type is not None:
             _check_mask_type(attn_mask_type, place)
         if attention_mask is not None:
@@ -173,14 +186,19 @@ class MTrainingAttention(MegatronModule):
         if replay is None and self.observer is not None and self.training:
             call = self.observer.begin()
         dense = self.steering.is_dense or (not self.training and self.mtraining.dense_evaluation)
-        searches = not dense and replay is None
-        if self.training and not RUN.has_run_dense:
-            self._run_dense_ahead(query, key, value, documents)
+        config = self._settings[self.training, dense]
+        searches = not dense and replay is None and self.window is None
         try:
+            if self.window is not None:
+                config = exact(config)
+                visible = self._within_window(query, documents)
+            elif self.training and not RUN.has_run_dense:
+                self._run_dense_ahead(query, key, value, documents)
             run = partial(
-                attend, query, key, value, config=self._settings[self.training, dense],
+                attend, query, key, value, config=config,
                 cp_group=self.cp_group, cp_inner=self.cp_inner, softmax_scale=self.softmax_scale,
-                documents=documents, pattern=given.pattern, saved=given.saved,
+                softmax_offset=self.softmax_offset,
+                documents=visible, pattern=given.pattern, saved=given.saved,
                 observe_backward=self._observe_backward(),
                 **(self._search_overrides(query, call) if searches else {}),
             )  # fmt: skip
@@ -189,8 +207,25 @@ class MTrainingAttention(MegatronModule):
             raise ConfigError(f"the {place} cannot run: {error}{_hint(query, key)}") from error
         recompute.save(self, result, call)
         if self.training and replay is None:
-            self._count(result.index, call)
+            if visible is not None and self.window is not None:
+                density = window_density(visible, documents, config.block_size)
+                self.density.add_window(density, query.shape[2])
+            else:
+                self._count(result.index, call)
         return result.out.flatten(2)
+
+    def _within_window(self, query: Tensor, documents: VisibleRanges | None) -> VisibleRanges:
+        length, batch = query.shape[:2]
+        length *= cp_group_of(self.cp_group, self.cp_inner).world
+        return sliding_window(self.window, batch, length, query.device, documents)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict:
+        """As that of ``DotProductAttention``."""
+        if not isinstance(self.softmax_offset, torch.nn.Parameter):
+            return {}
+        return sharded_softmax_offset(self, prefix, sharded_offsets, metadata)
 
     def _run_dense_ahead(
         self, query: Tensor, key: Tensor, value: Tensor, documents: VisibleRanges | None
@@ -239,7 +274,12 @@ class MTrainingAttention(MegatronModule):
             layers = attention_layers(self.config)
         return RUN.steering_of(self.mtraining, layers, heads)
 
-    def _own_policies(self, pg_collection, place: str) -> tuple[Policy, ...] | None:
+    def _own_heads(self) -> int:
+        """Heads of this tensor-parallel rank."""
+        size = 1 if self.tp_group is None else self.tp_group.size()
+        return self.config.num_attention_heads // size
+
+    def _own_policies(self, place: str) -> tuple[Policy, ...] | None:
         """Policies of the heads that this tensor-parallel rank has, from ``first_head`` on; None if all have
         the run's."""
         layers = getattr(self.config, "num_layers", None)
@@ -248,12 +288,8 @@ class MTrainingAttention(MegatronModule):
             policies = head_policies(self.mtraining, self.layer_number - 1, layers, count)
         except ConfigError as error:
             raise ConfigError(f"the {place} does not fit: {error}") from None
-        group = getattr(pg_collection, "tp", None)
-        if group is None:
-            group = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
-        size, rank = (1, 0) if group is None else (group.size(), group.rank())
-        own = count // size
-        self.first_head = rank * own
+        own = self._own_heads()
+        self.first_head = 0 if self.tp_group is None else self.tp_group.rank() * own
         return None if policies is None else policies[self.first_head : self.first_head + own]
 
     def _search_overrides(self, query: Tensor, call: Call | None) -> dict:

@@ -42,6 +42,8 @@ class DensityMeter:
         self.count = 0
         self.backward_total: Tensor | None = None
         self.backward_count = 0
+        self.window_total: Tensor | None = None
+        self.window_count = 0
         RUN.meters.add(self)
 
     def add(
@@ -64,6 +66,12 @@ class DensityMeter:
         self.backward_total = total if self.backward_total is None else self.backward_total + total
         self.backward_count += density.shape[0]
 
+    def add_window(self, density: Tensor, num_heads: int) -> None:
+        """Count one call of a sliding window: its density, float32 ``[b]``, is that of all heads."""
+        total = density.sum().expand(1, num_heads)
+        self.window_total = total if self.window_total is None else self.window_total + total
+        self.window_count += len(density)
+
     def take(self) -> Tensor | None:
         """The means of each head since the last call: density, lost attention, and the share of rows that
         could lose some, ``[3, h]``; None if there was none."""
@@ -78,6 +86,12 @@ class DensityMeter:
         """The same of the backward: density kept and share of attention left out, ``[2, h]``."""
         mean = None if self.backward_total is None else self.backward_total / self.backward_count
         self.backward_total, self.backward_count = None, 0
+        return mean
+
+    def take_window(self) -> Tensor | None:
+        """The density of a sliding window, ``[1, h]``."""
+        mean = None if self.window_total is None else self.window_total / self.window_count
+        self.window_total, self.window_count = None, 0
         return mean
 
 
@@ -101,6 +115,9 @@ class Density:
         ran: which of them there were: bool ``[layers, h]``.
         backward, dropped: the density of the backward, and the share of attention that it left out, where it
             was pruned; None where it was not.
+        window: the mean density of layers with a sliding window, which have no pattern and are in none of the
+            others; None without such layers.
+        window_heads: the share of the model's heads that these layers have.
     """
 
     density: Share
@@ -109,13 +126,16 @@ class Density:
     ran: Tensor = field(compare=False)
     backward: Share | None = None
     dropped: Share | None = None
+    window: float | None = None
+    window_heads: float = 0.0
 
     @property
     def computed(self) -> float:
         """The share of dense attention's operations that were computed; its backward has twice as many as its
         forward."""
         backward = self.density if self.backward is None else self.backward
-        return (self.density.mean + 2 * backward.mean) / 3
+        by_pattern = (self.density.mean + 2 * backward.mean) / 3
+        return by_pattern + self.window_heads * ((self.window or 0.0) - by_pattern)
 
     def line(self, iteration: int, price: float | None = None, share: float | None = None) -> str:
         """The line of the training log; ``share`` of a schedule."""
@@ -130,6 +150,8 @@ class Density:
                 f" | backward density {self.backward.mean:.4f} without {self.dropped.mean:.4f} of attention "
                 f"(highest head {self.dropped.highest:.4f})"
             )
+        if self.window is not None:
+            line += f" | density of sliding windows {self.window:.4f}"
         if price is not None:
             line += f" | price {price:.4g}"
         return line if share is None else f"{line} | schedule {share:.1%}"
@@ -137,37 +159,44 @@ class Density:
 
 def take_density() -> Density | None:
     """Density and recall of all layers on all ranks since the last call; a collective where there are
-    several ranks. None if no layer has run."""
-    found = [
-        (meter, mean, meter.take_backward())
+    several ranks. None if no layer with a pattern has run."""
+    taken = [
+        (meter, (meter.take(), meter.take_backward(), meter.take_window()))
         for meter in list(RUN.meters)
-        if (mean := meter.take()) is not None
+    ]
+    found = [
+        (meter, parts, some[0])
+        for meter, parts in taken
+        if (some := [part for part in parts if part is not None])
     ]
     ranks = RankGroup.everyone()
-    device = ranks.device or (found[0][1].device if found else torch.device("cpu"))
-    ends = [(meter.layer + 1, meter.first_head + mean.shape[1]) for meter, mean, _ in found]
+    device = ranks.device or (found[0][2].device if found else torch.device("cpu"))
+    ends = [(meter.layer + 1, meter.first_head + some.shape[1]) for meter, _, some in found]
     shape = torch.tensor([(0, 0), *ends], device=device).amax(0)
     layers, heads = ranks.all_reduce(
         shape, "max"
     ).tolist()  # a pipeline stage has some layers, or none
-    table = torch.zeros(2, 4, layers, heads, device=device)  # of the forward and the backward
-    for meter, *both in found:
-        for part, mean in zip(table, both):
+    table = torch.zeros(3, 4, layers, heads, device=device)  # forward, backward, sliding windows
+    for meter, parts, _ in found:
+        for part, mean in zip(table, parts):
             if mean is not None:
                 own = part[:, meter.layer, meter.first_head :][:, : mean.shape[1]]
                 own[: len(mean)] += mean
                 own[3] += 1
     ranks.all_reduce(table)
-    (sums, ran), (backward, pruned) = (_means(part) for part in table.cpu())
+    (sums, ran), (backward, pruned), (window, windowed) = (_means(part) for part in table.cpu())
     if not ran.any():
         return None
     density, lost, exposed = sums
     means = torch.stack((density, 1 - torch.where(exposed > 0, lost / exposed, 0.0)))
     backward = backward[:2]
     shares = [_share(some) for some in means[:, ran]]
-    if pruned.any():
-        return Density(*shares, means, ran, *(_share(some) for some in backward[:, pruned]))
-    return Density(*shares, means, ran)
+    of_backward = [_share(some) for some in backward[:, pruned]] if pruned.any() else [None, None]
+    of_window = []
+    if windowed.any():
+        heads = int(windowed.sum())
+        of_window = [window[0][windowed].mean().item(), heads / (heads + int(ran.sum()))]
+    return Density(*shares, means, ran, *of_backward, *of_window)
 
 
 def _means(table: Tensor) -> tuple[Tensor, Tensor]:
@@ -262,6 +291,8 @@ def figures(density: Density) -> dict[str, float]:
         values["mtraining-backward-density/mean"] = density.backward.mean
         values["mtraining-backward-dropped/mean"] = density.dropped.mean
         values["mtraining-backward-dropped/highest-head"] = density.dropped.highest
+    if density.window is not None:
+        values["mtraining-window-density/mean"] = density.window
     for (name, share), heads in zip(both, density.heads):
         values[f"mtraining-{name}/mean"] = share.mean
         values[f"mtraining-{name}/lowest-head"] = share.lowest

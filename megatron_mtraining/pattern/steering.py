@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import torch
 from torch import Tensor
@@ -73,6 +73,11 @@ class Steering:
         self._start = policy.price  # or a table of prices
         # Float32 [2, layers, heads]: sums of lost attention, and of the rows that could lose some.
         self._seen: Tensor | None = None
+
+    def leave_out(self, layers: Container[int]) -> None:
+        """Layers, from 0, that have no pattern (sliding windows): their prices do not count."""
+        self._layers = [layer for layer in self._layers if layer not in layers]
+        self._aim = None
 
     @property
     def moves(self) -> bool:

@@ -83,7 +83,16 @@ def test_as_megatron_builds_it_without_parameters(group):
 BUILT = {
     "dropout in the config": (dict(config=dict(attention_dropout=0.1)), "config.attention_dropout"),
     "dropout given": (dict(attention_dropout=0.1), "dropout 0.1"),
-    "window": (dict(config=dict(window_size=(8, 0))), "config.window_size is 8 0"),
+    "window": (dict(config=dict(window_size=(8, 8))), "config.window_size is 8 8"),
+    "layers with windows": (
+        dict(config=dict(window_size=(8, 0), window_attn_skip_freq=[1, 0])),
+        "skip_freq is [1, 0]",
+    ),
+    "every 0th layer": (
+        dict(config=dict(window_size=(8, 0), window_attn_skip_freq=0)),
+        "skip_freq is 0",
+    ),
+    "softmax": (dict(config=dict(softmax_type="odd")), "config.softmax_type is odd"),
     "MLA": (dict(config=dict(multi_latent_attention=True)), "config.multi_latent_attention"),
     "MLA's head dims": (dict(k_channels=192, v_channels=128), "k_channels, v_channels"),
     "cross": (dict(attention_type="cross"), "cross attention"),

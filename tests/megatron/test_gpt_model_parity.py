@@ -31,6 +31,9 @@ YARN = dict(
 MTP = dict(mtp_num_layers=2, calculate_per_token_loss=True)
 MTP_FULL = MTP if __version__.startswith("0.18.") else MTP | FULL
 """Megatron 0.18 itself cannot recompute these layers."""
+WINDOWS = dict(window_size=(100, 0), window_attn_skip_freq=2)
+"""Full attention in the second layer."""
+OFFSETS = dict(softmax_type="learnable")
 CASES = {
     # position embeddings, more of the config, and what is packed
     "rope": ("rope", {}, ""),
@@ -41,6 +44,15 @@ CASES = {
     "documents, everything recomputed": ("rope", FULL, "documents"),
     "documents, yarn": ("yarn", YARN, "documents"),
     "documents, learned positions": ("learned_absolute", {}, "documents"),
+    "windows": ("rope", dict(window_size=(37, 0), window_attn_skip_freq=[0, 1]), ""),
+    "documents, windows everywhere, recomputed": (
+        "rope",
+        FULL | dict(window_size=(64, 0)),
+        "documents",
+    ),
+    "off-by-one, recomputed": ("rope", FULL | dict(softmax_type="off-by-one"), ""),
+    "gpt-oss": ("yarn", YARN | WINDOWS | OFFSETS, ""),
+    "sequences, windows and offsets": ("rope", FULL | WINDOWS | OFFSETS, "sequences"),
     "sequences": ("rope", {}, "sequences"),
     "sequences, learned positions": ("learned_absolute", FULL, "sequences"),
     "multi-token prediction, everything recomputed": ("yarn", YARN | MTP_FULL, ""),
@@ -77,6 +89,15 @@ if is_from(HYBRID):
     }
 
 
+def with_offsets(model):
+    """A model whose heads have other softmax offsets, if they have any."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("softmax_offset"):
+                parameter += torch.tensor([-2.0, 0.0, 3.0, 6.0])
+    return model
+
+
 def model_of(case: str, ours: bool, size: int):
     kind, more, packed = CASES[case]
     more = dict(more)
@@ -89,7 +110,7 @@ def model_of(case: str, ours: bool, size: int):
     settings = dict(block_size=BLOCK, slash=length, vertical=0) if ours else None
     given = dict(position_embedding_type=kind, max_sequence_length=SEQUENCE)
     if pattern is None and "linear_attention_freq" not in more:
-        return build(settings, config, **given)
+        return with_offsets(build(settings, config, **given))
     from tests.support import hybrid_models
 
     if pattern is None:
@@ -236,7 +257,13 @@ def parity(rank: int, size: int, file) -> None:
                 value, wanted, atol=1e-5, rtol=1e-5, msg=lambda m, at=(case, part): f"{at}: {m}"
             )
         found = take_density()
-        assert (found.ran.any(1).nonzero().flatten() + 1).tolist() == numbers(case)
+        if "everywhere" in case:
+            assert found is None
+            continue
+        windows = "window_size" in CASES[case][1]
+        ran = (found.ran.any(1).nonzero().flatten() + 1).tolist()
+        assert len(ran) == 1 if windows else ran == numbers(case)
+        assert (found.window is None) == (not windows)
         assert found.density.mean == pytest.approx(1, abs=1e-6)
         if size == 1:
             check_other_models_are_untouched(case, expected[case])
