@@ -1,8 +1,8 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Dynamic sparse attention in Hugging Face transformers: ``attn_implementation="mtraining"``.
 
-For models that go through transformers' attention interface (Llama, Mistral, Qwen2, Qwen3 and others), in one
-process without context parallelism, on a GPU or a CPU:
+For models that go through transformers' attention interface (Llama, Mistral, Qwen3, Gemma 3, gpt-oss and others),
+in one process without context parallelism, on a GPU or a CPU:
 
     from megatron_mtraining import MTrainingConfig
     from megatron_mtraining.transformers import configure
@@ -14,6 +14,7 @@ process without context parallelism, on a GPU or a CPU:
 - :mod:`.switch`: makes the name known to transformers, which importing this package does; gives models their
   settings.
 - :mod:`.interface`: the attention and the mask function that transformers calls.
+- :mod:`.dense`: dense attention to a KV cache, and of a prompt's tail.
 - :mod:`.masking`: padding, which is left out, and packed sequences as packed documents.
 - :mod:`.state`: settings, prices and means of a model.
 - :mod:`.callback`: in ``Trainer``, moves prices, keeps them in checkpoints, and logs density and recall.

@@ -15,18 +15,19 @@ from torch import Tensor, nn
 
 from ..attention import attend
 from ..config import DENSE, ConfigError, MTrainingConfig
+from ..pattern.windows import exact, sliding_window
 from ..visibility import VisibleRanges
+from .dense import over_cache, over_cache_with_offset, with_dense_tail
 from .masking import CacheMask, Part, PatternMask, under_way
 from .state import ATTRIBUTE, PatternState
 
 NAME = "mtraining"
 """Name of the attention implementation."""
-TAIL_ROWS = 256
-"""Rows of a dense tail that are computed at a time."""
 HARMLESS = frozenset(
     ("cache", "cache_position", "ignore_index", "is_causal", "max_length_k", "max_length_q",
      "num_items_in_batch", "output_attentions", "output_hidden_states", "output_router_logits",
-     "past_key_values", "position_embeddings", "return_dict", "shift_labels", "use_cache")
+     "past_key_values", "position_embeddings", "return_dict", "s_aux", "shift_labels", "sliding_window",
+     "use_cache")
 )  # fmt: skip
 """Keyword arguments of attention functions that do not change what attention computes, or are looked at."""
 
@@ -51,7 +52,8 @@ def mask(
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-    if kv_length != q_length + int(q_offset):
+    # A sliding window's cache drops the keys before kv_offset.
+    if kv_length + int(kv_offset) != q_length + int(q_offset):
         raise ConfigError(
             f"there is a KV cache or an attention_mask of {kv_length} tokens, {q_length + int(q_offset)} in "
             "use: attention mtraining supports dynamic caches; leave cache_implementation out"
@@ -68,7 +70,7 @@ def mask(
             "and packed sequences"
         )
     if q_length > 1 and int(q_offset) == 0:
-        return given
+        return given.under(None if mask_function is causal_mask_function else mask_function)
     given.check_continuation()
     return CacheMask(
         sdpa_mask(
@@ -116,6 +118,7 @@ def attention(
         ConfigError: something that attention mtraining does not support; names it and the layer.
     """
     batch, _, length, _ = query.shape
+    window, offset = more.get("sliding_window"), more.get("s_aux")
     state: PatternState | None = getattr(module, ATTRIBUTE, None)
     layer = getattr(module, "layer_idx", None)
     place = f"attention of layer {layer}"
@@ -128,9 +131,12 @@ def attention(
     if isinstance(attention_mask, CacheMask):
         _check_continuation(module, place, length, key.shape[2])
         # A few tokens, such as those of an answer, are decoding, which does not count.
-        if length > 1 and _searches(state.config, length):
+        if window is None and length > 1 and _searches(state.config, length):
             state.observe_dense(layer, batch, module.training, query.device)
-        return _over_cache(module, query, key, value, attention_mask.mask, scaling, dropout, more)
+        if offset is not None:
+            operands = query.to(value.dtype), key.to(value.dtype), value
+            return over_cache_with_offset(*operands, attention_mask.mask, scaling, offset), None
+        return over_cache(module, query, key, value, attention_mask.mask, scaling, dropout, more)
     if not isinstance(attention_mask, PatternMask):
         shape = getattr(attention_mask, "shape", None)
         raise ConfigError(
@@ -139,13 +145,18 @@ def attention(
             "function for causal masks"
         )
     parts = attention_mask.parts(batch, length, query.device)
+    attention_mask.check_window(window, batch, length, query.device, place)
     # RoPE leaves float32 under autocast.
     query, key = query.to(value.dtype), key.to(value.dtype)
 
     def attend_to(part: Part) -> Tensor:
         own = (t[part.entries, :, part.first : part.end] for t in (query, key, value))
         try:
-            return _by_pattern(state, layer, module.training, *own, part.documents, scaling)
+            if window is None:
+                return _by_pattern(
+                    state, layer, module.training, *own, part.documents, scaling, offset
+                )
+            return _by_window(state, window, *own, part.documents, scaling, offset)
         except ValueError as error:
             raise ConfigError(f"the {place} cannot run: {error}") from error
 
@@ -166,11 +177,13 @@ def _by_pattern(
     value: Tensor,
     documents: VisibleRanges | None,
     scaling: float | None,
+    offset: Tensor | None,
 ) -> Tensor:
     """Attention by a layer's settings, which is counted: ``[b, s, h, d]``.
 
     Args:
         query: ``[b, h, s, d]``; key, value ``[b, hk, s, d]``, without padding.
+        offset: the heads' softmax offsets, ``[h]``; None for none.
     """
     config, policies, price = state.config, state.policies(layer), None
     if not training:
@@ -183,6 +196,7 @@ def _by_pattern(
         *(t.permute(2, 0, 1, 3) for t in (query, key, value)),
         config=config,
         softmax_scale=scaling,
+        softmax_offset=offset,
         documents=documents,
         head_policies=policies,
         price=price,
@@ -191,48 +205,31 @@ def _by_pattern(
     state.observe(layer, result.index, training)
     out = result.out.transpose(0, 1)
     if state.dense_tail and not training:
-        out = with_dense_tail(out, query, key, value, documents, scaling, state.dense_tail)
+        out = with_dense_tail(out, query, key, value, documents, scaling, state.dense_tail, offset)
     return out
 
 
-def with_dense_tail(
-    out: Tensor,
+def _by_window(
+    state: PatternState,
+    window: int,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     documents: VisibleRanges | None,
     scaling: float | None,
-    count: int,
+    offset: Tensor | None,
 ) -> Tensor:
-    """``out``, ``[b, s, h, d]``, whose last ``count`` tokens attend to all keys. Of packed documents, those
-    tokens of them that are in the last one attend to all of it; the others stay as they are.
-
-    Args:
-        query: ``[b, h, s, d]``; key, value ``[b, hk, s, d]``.
-    """
-    batch, heads, length, dim = query.shape
-    groups = key.shape[1]
-    position = torch.arange(length, device=query.device)
-    parts = [out[:, : max(0, length - count)]]
-    for first in range(max(0, length - count), length, TAIL_ROWS):
-        rows = query[:, :, first : first + TAIL_ROWS]
-        number = rows.shape[2]
-        own = position[first : first + number, None]  # [n, 1]
-        sees = position <= own
-        if documents is not None:
-            starts = documents.start[:, first : first + number, None]
-            sees = sees & (position >= starts)  # [b, n, s]
-        # The heads of a group are rows of one head: no key or value is copied for them.
-        sees = sees.expand(batch, number, length).repeat(1, heads // groups, 1)[:, None]
-        tail = torch.nn.functional.scaled_dot_product_attention(
-            rows.reshape(batch, groups, -1, dim), key, value, attn_mask=sees, scale=scaling
-        )
-        tail = tail.reshape(batch, heads, number, dim).transpose(1, 2)
-        if documents is not None:
-            last = (own >= documents.start[:, None, -1:])[..., None]  # [b, n, 1, 1]
-            tail = torch.where(last, tail, out[:, first : first + number])
-        parts.append(tail)
-    return torch.cat(parts, 1)
+    """Attention to all keys of a sliding window of so many, the query's own included. Arguments as for
+    :func:`_by_pattern`. Not counted."""
+    batch, _, length, _ = query.shape
+    result = attend(
+        *(t.permute(2, 0, 1, 3) for t in (query, key, value)),
+        config=exact(state.config),
+        softmax_scale=scaling,
+        softmax_offset=offset,
+        documents=sliding_window(window, batch, length, query.device, documents),
+    )
+    return result.out.transpose(0, 1)
 
 
 @lru_cache(maxsize=256)
@@ -281,7 +278,7 @@ def _check_call(module: nn.Module, place: str, dropout: float, more: dict) -> No
     unknown = [name for name, value in more.items() if value is not None and name not in known]
     if unknown:
         raise ConfigError(
-            f"the {place} is given {unknown[0]}, which attention mtraining does not know: it supports full "
+            f"the {place} is given {unknown[0]}, which attention mtraining does not know: it supports "
             "causal softmax attention over padded or packed batches; leave the argument out"
         )
     if dropout:
@@ -296,14 +293,3 @@ def _check_call(module: nn.Module, place: str, dropout: float, more: dict) -> No
         raise ConfigError(
             f"the {place} is asked for output_attentions, which are never computed: leave it out"
         )
-
-
-def _over_cache(module, query, key, value, attention_mask, scaling, dropout, more):
-    """Attention to all keys of a cache, by transformers' ``sdpa``."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    return sdpa(
-        module, query.to(value.dtype), key.to(value.dtype), value, attention_mask, dropout=dropout,
-        scaling=scaling, **more,
-    )  # fmt: skip

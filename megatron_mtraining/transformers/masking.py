@@ -9,6 +9,8 @@ sequence becomes a document. Where sequences start is said by ``position_ids``, 
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import NamedTuple
 
@@ -44,7 +46,49 @@ class PatternMask:
 
     def __init__(self, given: dict):
         self.given = {name: given[name] for name in self.CARRIERS if given.get(name) is not None}
-        self._parts: list[Part] | None = None
+        self._parts: list[list[Part]] = []
+        self._function: Callable | None = None
+        self._checked: set[int | None] = set()
+
+    def under(self, function: Callable | None) -> PatternMask:
+        """This batch, under a mask function of transformers; None if that is its causal one. What is made of
+        the batch is shared."""
+        made = copy.copy(self)
+        made._function, made._checked = function, set()
+        return made
+
+    def check_window(
+        self, window: int | None, batch: int, length: int, device: torch.device, place: str
+    ) -> None:
+        """Raise :class:`ConfigError` unless the model's mask is that of a sliding window of so many keys, or
+        of none. Looked at once a forward; waits for the device if the mask is not causal alone. It cannot
+        be told of packed sequences.
+
+        Args:
+            place: of the layer, for the message.
+        """
+        if window in self._checked:
+            return
+        self._checked.add(window)
+        if window is not None and (type(window) is not int or window < 1):
+            raise ConfigError(f"the {place} has sliding_window {window!r}: give 1 or more, or None")
+        is_packed = any(part.documents is not None for part in self.parts(batch, length, device))
+        if is_packed or (self._function is None and (window is None or window >= length)):
+            return
+        row = torch.arange(length, device=device)
+        entry = torch.arange(batch, device=device)[:, None]
+        first = torch.zeros_like(row) if window is None else (row - window + 1).clamp(min=0)
+        wrong = self._function is None
+        if self._function is not None:
+            seen = self._function(entry, 0, row, first)
+            before = self._function(entry, 0, row, (first - 1).clamp(min=0)) & (first > 0)
+            wrong = bool((~seen | before).any())
+        if wrong:
+            raise ConfigError(
+                f"the {place} has {'no sliding window' if window is None else f'sliding_window {window}'}, "
+                "but its model's mask is another one: attention mtraining supports causal masks, with the "
+                "sliding window that the layer is given"
+            )
 
     def parts(self, batch: int, length: int, device: torch.device) -> list[Part]:
         """What to attend to, made at the first call, which waits for the device.
@@ -55,9 +99,9 @@ class PatternMask:
         Raises:
             ConfigError: something given that cannot be, or that differs from what else is given.
         """
-        if self._parts is None:
-            self._parts = self._make_parts(batch, length, device)
-        return self._parts
+        if not self._parts:
+            self._parts.append(self._make_parts(batch, length, device))
+        return self._parts[0]
 
     def check_continuation(self) -> None:
         """Raise :class:`ConfigError` if a batch that reads a KV cache says where its sequences start."""

@@ -37,8 +37,8 @@ class PatternMeans(NamedTuple):
 
     density: Tensor
     """Fraction of the visible query-key pairs that is attended to: float32 ``[layers, heads]``, on
-    the CPU; NaN for a layer that has not run. 1 of sequences that are too short for a pattern, and of long
-    parts of a prompt that continue a KV cache."""
+    the CPU; NaN for a layer that has not run, or has a sliding window. 1 of sequences that are too short for
+    a pattern, and of long parts of a prompt that continue a KV cache."""
     recall: Tensor
     """Share of the attention mass that the pattern holds, on held-out rows that could have lost some: shape
     and NaN as ``density``. Calls that are dense whatever the settings say, as above, have no such rows; 1

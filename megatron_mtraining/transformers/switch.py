@@ -17,6 +17,10 @@ from .interface import NAME, attention, mask
 from .masking import PatternMask, under_way
 from .state import ATTRIBUTE, PatternState, find_state
 
+SLIDING = "sliding_attention"
+LAYER_TYPES = ("full_attention", SLIDING)
+"""Kinds of layers, as configurations of transformers name them, that are supported."""
+
 
 @cache
 def register() -> None:
@@ -178,6 +182,7 @@ def _attach(
             f"num_steps is {num_steps!r}: give a number of optimizer steps, 1 or more"
         )
     state = PatternState(config, count, of_model.num_attention_heads, dense_tail, num_steps)
+    state.steering.leave_out(_window_layers(of_model))
     if ahead := lookahead_warning(config, *state.shape):
         warnings.warn(ahead, stacklevel=3)
     # The innermost model: heads and adapters around it may come and go.
@@ -253,9 +258,18 @@ def _check_model(config, name: str) -> None:
         raise ConfigError(
             f"{name} has attention heads of dimension {head_dim}: attention mtraining supports {HEAD_DIMS}"
         )
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
+    others = set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES)
+    if others:
         raise ConfigError(
-            f"{name} has layers of type {', '.join(sorted(kinds - {'full_attention'}))}: attention mtraining "
-            "supports full causal attention in every layer"
+            f"{name} has layers of type {', '.join(sorted(others))}: attention mtraining supports "
+            f"{' and '.join(LAYER_TYPES)}"
         )
+
+
+def _window_layers(config) -> list[int]:
+    """The layers, from 0, with a sliding window."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:  # then all are alike
+        window = getattr(config, "sliding_window", None)
+        kinds = ["full_attention" if window is None else SLIDING] * config.num_hidden_layers
+    return [layer for layer, kind in enumerate(kinds) if kind == SLIDING]

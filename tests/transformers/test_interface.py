@@ -380,8 +380,8 @@ def test_what_is_refused_names_itself(tokens):
     refused("dropout 0.1", small_model(attention_dropout=0.1), input_ids=tokens)
     refused("dimension 32", small_model(head_dim=32))
     refused(
-        "sliding_attention",
-        small_model("mistral", sliding_window=64, layer_types=["sliding_attention"] * 2),
+        "chunked_attention",
+        small_model("qwen2", layer_types=["chunked_attention"] * 2),
     )
     refused("gathered_ranks is 2", small_model(), MTrainingConfig.from_options(gathered_ranks=2))
     refused("batching is cost", small_model(), MTrainingConfig.from_options(batching="cost"))
@@ -426,9 +426,9 @@ def test_the_name_gives_default_settings(tokens, tmp_path):
 def test_the_name_is_refused_as_configure_refuses(tmp_path):
     for match, changes in (
         ("dimension 32", dict(head_dim=32)),
-        ("sliding_attention", dict(sliding_window=64, layer_types=["sliding_attention"] * 2)),
+        ("chunked_attention", dict(layer_types=["chunked_attention"] * 2)),
     ):
-        model = small_model("mistral", **changes)
+        model = small_model("qwen2", **changes)
         with pytest.raises(ConfigError, match=match):
             loaded(model, tmp_path)
         with pytest.raises(ConfigError, match=match):

@@ -1,0 +1,117 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Sliding windows and attention sinks of transformers' models against their own eager attention."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from megatron_mtraining import ConfigError
+from megatron_mtraining.transformers import configure, take_means
+from tests.support.transformers_cases import DENSE, SPARSE, assert_same, small_model, with_pattern
+
+SEQ, WINDOW = 320, 37
+SLIDING, FULL = "sliding_attention", "full_attention"
+KINDS = {
+    "gpt-oss": (
+        "gpt_oss", dict(layer_types=[SLIDING, FULL], num_local_experts=4, num_experts_per_tok=2),
+    ),
+    "Gemma 3": ("gemma3_text", dict(layer_types=[SLIDING, FULL], query_pre_attn_scalar=50)),
+    "Gemma 3, head dim 128": ("gemma3_text", dict(layer_types=[FULL, SLIDING], head_dim=128)),
+    "Qwen2": ("qwen2", dict(layer_types=[FULL, SLIDING], use_sliding_window=True)),
+    "Mistral": ("mistral", {}),
+}  # fmt: skip
+
+
+def model_of(kind: str, **changes):
+    name, sizes = KINDS[kind]
+    model = small_model(name, **{"sliding_window": WINDOW, **sizes, **changes})
+    for parameter, weight in model.named_parameters():
+        if parameter.endswith("sinks"):
+            torch.nn.init.normal_(weight, std=2.0)
+        if "k_norm" in parameter:  # its queries and keys are normalized
+            weight.data += 2.0
+    return model
+
+
+@pytest.fixture
+def batch():
+    torch.manual_seed(torch.seed())
+    tokens = torch.randint(1, 97, (2, SEQ))
+    return dict(input_ids=tokens, labels=tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_and_gradients_are_those_of_eager_attention(kind, batch):
+    model = model_of(kind)
+    ours = with_pattern(model, DENSE)
+    assert_same(model, ours, **batch)
+    density = take_means(ours).density.mean(-1)
+    types = getattr(model.config, "layer_types", None) or [SLIDING] * 2
+    assert density.isnan().tolist() == [each == SLIDING for each in types]
+
+
+@pytest.mark.parametrize("kind", ["gpt-oss", "Mistral"])
+def test_padding_and_packing(kind, batch):
+    model = model_of(kind)
+    mask = torch.ones(2, SEQ, dtype=torch.long)
+    mask[0, :70], mask[1, 200:] = 0, 0
+    padded = {**batch, "attention_mask": mask, "labels": batch["labels"].where(mask == 1, -100)}
+    # Losses of shifted labels: the first token of a padded entry is the label of a pad's query.
+    padded["labels"][0, 70] = -100
+    assert_same(model, with_pattern(model, DENSE), **padded)
+    # One by one, as the eager attention of gpt-oss does not look at position ids.
+    ids = torch.cat((torch.arange(120), torch.arange(SEQ - 120)))[None]
+    tokens = batch["input_ids"][:1]
+    with torch.no_grad():
+        alone = [model(part, use_cache=False).logits for part in tokens.split((120, SEQ - 120), 1)]
+        found = with_pattern(model, DENSE)(tokens, position_ids=ids, use_cache=False).logits
+    torch.testing.assert_close(found, torch.cat(alone, 1), rtol=1e-3, atol=1e-4)
+
+
+def test_window_layers_are_exact_whatever_the_pattern(batch):
+    model = model_of("Mistral")
+    assert_same(model, with_pattern(model, SPARSE), **batch)
+
+
+@pytest.mark.parametrize("kind", ["gpt-oss", "Gemma 3", "Mistral"])
+@pytest.mark.parametrize("dense_tail", [0, 100])
+def test_answers_are_those_of_eager_attention(kind, dense_tail, batch):
+    model = model_of(kind).eval()
+    ours = copy.deepcopy(model)
+    configure(ours, DENSE, dense_tail=dense_tail)
+    given = dict(
+        attention_mask=torch.ones(2, SEQ, dtype=torch.long), max_new_tokens=5, do_sample=False,
+        output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    expected = model.generate(batch["input_ids"], **given)
+    found = ours.generate(batch["input_ids"], **given)
+    assert found.sequences.equal(expected.sequences)
+    torch.testing.assert_close(
+        torch.stack(found.logits), torch.stack(expected.logits), rtol=1e-3, atol=1e-4
+    )
+    tokens = batch["input_ids"]
+    with torch.no_grad():  # a prompt that goes on
+        first = [each(tokens[:, :200], use_cache=True) for each in (model, ours)]
+        rest = [
+            each(tokens[:, 200:], past_key_values=one.past_key_values).logits
+            for each, one in zip((model, ours), first)
+        ]
+    torch.testing.assert_close(rest[1], rest[0], rtol=1e-3, atol=1e-4)
+
+
+def test_masks_that_layers_are_not_told_of_are_refused(batch):
+    tokens = batch["input_ids"]
+    for kind, window in (("Qwen2", None), ("Qwen2", WINDOW + 1)):
+        ours = with_pattern(model_of(kind), DENSE)
+        ours.model.layers[1].self_attn.sliding_window = window
+        with pytest.raises(ConfigError, match="layer 1 has .*but its model's mask is another one"):
+            ours(tokens, use_cache=False)
+    ours = with_pattern(model_of("Qwen2"), DENSE)
+    ours.model.layers[0].self_attn.sliding_window = WINDOW
+    with pytest.raises(ConfigError, match=f"layer 0 has sliding_window {WINDOW}, but"):
+        ours(tokens, use_cache=False)
+    with pytest.raises(ConfigError, match="layers of type chunked_attention"):
+        configure(model_of("Qwen2", layer_types=[FULL, "chunked_attention"]), DENSE)
