@@ -13,6 +13,7 @@ from collections.abc import Callable
 from . import (
     ablation_tables,
     backward_tables,
+    compatibility_tables,
     eval_tables,
     frontier_tables,
     kernel_tables,
@@ -165,6 +166,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "loss": kernel_tables.loss,
     "peers": peer_tables.peers,
     "peers_refused": peer_tables.refused,
+    "matrix": compatibility_tables.matrix,
     "borders": ring_tables.borders,
     "layers": ring_tables.layers,
     "layers_shorter": ring_tables.layers_shorter,

@@ -1,8 +1,8 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Dynamic sparse attention in Hugging Face transformers: ``attn_implementation="mtraining"``.
 
-For models that go through transformers' attention interface (Llama, Mistral, Qwen3, Gemma 3, gpt-oss and others),
-in one process without context parallelism, on a GPU or a CPU:
+For models that go through transformers' attention interface (Llama, Mistral, Qwen3, Gemma 3, gpt-oss and
+others), in one process without context parallelism, on a GPU or a CPU:
 
     from megatron_mtraining import MTrainingConfig
     from megatron_mtraining.transformers import configure
