@@ -167,6 +167,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "peers": peer_tables.peers,
     "peers_refused": peer_tables.refused,
     "matrix": compatibility_tables.matrix,
+    "refusals": compatibility_tables.refusals,
     "borders": ring_tables.borders,
     "layers": ring_tables.layers,
     "layers_shorter": ring_tables.layers_shorter,

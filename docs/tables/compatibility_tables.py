@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from .common import Row, Table, grouped
+from .common import Row, Table, grouped, markdown
 
 SHOWN = {"equal": "yes", "refused": "refused", "missing": "–"}
 """Of outcomes; others are shown as they are."""
@@ -42,3 +42,11 @@ matrix = Table(
     find=_by_case,
     origin="torch {torch}",
 )
+
+
+def refusals() -> str:
+    """The refused options, from the code's own table."""
+    from megatron_mtraining.megatron.checks import REFUSALS
+
+    rows = [[f"`{each.given(True)}`", each.why, each.advice] for each in REFUSALS]
+    return markdown(["option", "why", "instead"], rows)

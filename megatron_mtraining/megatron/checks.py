@@ -63,7 +63,7 @@ SCHEDULE_PLAN = (
     "are run as one"
 )
 DEPRECATED = "Megatron itself has deprecated it"
-THD = "packed (THD) sequences are not supported"
+THD = "the batches that it packs were not compared with sequences one by one"
 
 OF_CHECKPOINTS = ("attention_dropout",)
 """Of :data:`REFUSALS`, arguments that --use-checkpoint-args takes from the checkpoint, whatever is given."""
