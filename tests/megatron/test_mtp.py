@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_mtraining.megatron.checks import attention_layers
+from megatron_mtraining.megatron.layer_pattern import attention_layers
 from megatron_mtraining.relayout import zigzag
 from tests.support.gpt_models import allow_sequence_parallel_norms, build, draw_batch, start
 from tests.support.ranks import run_ranks
