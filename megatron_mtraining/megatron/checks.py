@@ -153,8 +153,8 @@ REFUSALS = (
     Refusal(
         "hybrid_layer_pattern",
         lambda value: unset(value) or (is_supported(value) and is_from(HYBRID)),
-        "only attention (*), MLP (-), expert (E) and gated delta net (G) layers are supported, from Megatron "
-        "0.18 on, and at least one attention layer",
+        "only attention (*), MLP (-), expert (E), gated delta net (G) and Mamba (M) layers are supported, "
+        "from Megatron 0.18 on, and at least one attention layer",
         "use a pattern without other layers and without multi-token prediction (/)",
     ),
     Refusal("hybrid_override_pattern", unset, DEPRECATED, "use --hybrid-layer-pattern"),

@@ -26,7 +26,7 @@ def check_documents(args) -> None:
         return
     if has_recurrent_layers(args):
         raise ConfigError(
-            f"{asked} does not work with gated delta nets (--hybrid-layer-pattern G, "
+            f"{asked} does not work with recurrent layers (--hybrid-layer-pattern G, M, "
             "--linear-attention-freq): they would run across documents; leave one of them out"
         )
     if args.seq_length is not None and args.seq_length > MOST_TOKENS:

@@ -91,7 +91,7 @@ def finish_model(model) -> None:
     """Change the rotary embedding and the output layer of a model that is built, and the layout of tokens
     around its decoder."""
     from . import output_layer, rotary_embedding
-    from .gated_delta_net import stripe_layers
+    from .recurrent import stripe_layers
 
     config = model.config
     ours = settings(config)

@@ -9,12 +9,15 @@ import inspect
 from types import SimpleNamespace
 from typing import Any
 
+from megatron.core.ssm.mamba_mixer import MambaMixer
+
+from ..config import ConfigError
 from . import packed_documents
 from .backend import is_active
 from .checks import check_settings
 from .gpt_model import finish_model, prepare_model
-from .layer_pattern import RECURRENT
-from .layer_spec import check_layer, replace_core_attention
+from .layer_pattern import GATED, MAMBA
+from .layer_spec import check_layer, module_of, replace_core_attention
 from .output_layer import chunks_loss, deferring
 
 PATTERNS = (
@@ -50,8 +53,15 @@ def replace_in_stack(spec: Any, pattern: str) -> Any:
     which a spec has whether or not a pattern does, stay as they are."""
     changed, layers = copy.copy(spec), copy.copy(spec.submodules)
     layers.attention_layer = replace_core_attention(layers.attention_layer)
-    if RECURRENT in pattern:
+    if GATED in pattern:
         check_layer(layers.gdn_layer.submodules, "hybrid_stack_spec.gdn_layer")
+    if MAMBA in pattern:
+        mixer = module_of(layers.mamba_layer.submodules.mixer)
+        if mixer is not MambaMixer:  # gated delta products, for one
+            raise ConfigError(
+                f"hybrid_stack_spec.mamba_layer has {getattr(mixer, '__name__', mixer)}: attention backend "
+                "mtraining works with MambaMixer only"
+            )
     changed.submodules = layers
     return changed
 

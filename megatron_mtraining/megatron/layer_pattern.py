@@ -6,7 +6,7 @@ from __future__ import annotations
 
 HYBRID = (0, 18)
 """The first Megatron with ``HybridModel``; earlier ones have ``MambaModel``, which is refused."""
-ATTENTION, MLP, EXPERTS, RECURRENT = "*", "-", "E", "G"
+ATTENTION, MLP, EXPERTS, GATED, MAMBA = "*", "-", "E", "G", "M"
 GATED_DELTA_NET = ("gated_delta_net", "gdn")
 """Values of ``--experimental-attention-variant``, by version."""
 STAGES, MULTI_TOKEN = "|", "/"
@@ -15,7 +15,7 @@ STAGES, MULTI_TOKEN = "|", "/"
 
 def is_supported(pattern: str) -> bool:
     """Whether all layers of a pattern run with the backend, and some are attention."""
-    kinds = {ATTENTION, MLP, EXPERTS, RECURRENT, STAGES}
+    kinds = {ATTENTION, MLP, EXPERTS, GATED, MAMBA, STAGES}
     return kinds.issuperset(pattern) and ATTENTION in pattern
 
 
@@ -50,10 +50,10 @@ def layers_with_attention(args) -> list[int]:
 
 
 def has_recurrent_layers(args) -> bool:
-    """Whether some layers are gated delta nets, which go through a sequence in order."""
+    """Whether some layers are gated delta nets or Mamba layers, which go through a sequence in order."""
     pattern = getattr(args, "hybrid_layer_pattern", None)
     if pattern:
-        return RECURRENT in pattern
+        return GATED in pattern or MAMBA in pattern
     return (
         getattr(args, "experimental_attention_variant", None) in GATED_DELTA_NET
         and getattr(args, "linear_attention_freq", None) is not None

@@ -42,13 +42,13 @@ def live_changes() -> tuple[LiveChange, ...]:
         checkpoint,
         decoder,
         density,
-        gated_delta_net,
         gpt_model,
         hybrid_model,
         mtp,
         output_layer,
         packed_documents,
         recompute,
+        recurrent,
         rotary_embedding,
     )
     from .balance import batching
@@ -194,21 +194,27 @@ def live_changes() -> tuple[LiveChange, ...]:
         LiveChange(
             "megatron.core.ssm.gated_delta_net:GatedDeltaNet",
             "forward",
-            gated_delta_net.wrap_forward,
+            recurrent.wrap_forward,
             "Says to the next two in which order the layer gets tokens; refuses packed documents, across "
             "which it would run.",
         ),
         LiveChange(
+            "megatron.core.ssm.mamba_mixer:MambaMixer",
+            "forward",
+            recurrent.wrap_forward,
+            "As for `GatedDeltaNet`, in Mamba layers.",
+        ),
+        LiveChange(
             "megatron.core.ssm.mamba_context_parallel",
             "_undo_attention_load_balancing",
-            gated_delta_net.wrap_undo,
-            "Brings the tokens of a gated delta net from the striped layout, and not from zigzag order, into "
+            recurrent.wrap_undo,
+            "Brings the tokens of such a layer from the striped layout, and not from zigzag order, into "
             "the order of the sequence.",
         ),
         LiveChange(
             "megatron.core.ssm.mamba_context_parallel",
             "_redo_attention_load_balancing",
-            gated_delta_net.wrap_redo,
+            recurrent.wrap_redo,
             "The way back, after the recurrence.",
         ),
         LiveChange(
@@ -349,8 +355,8 @@ LIVE_STATE = (
         "Over which ranks hidden states change their layout, and to which; None without context parallelism.",
     ),
     LiveState(
-        "`mtraining_borders` of gated delta nets",
-        "`gated_delta_net.py`, in the constructors of models",
+        "`mtraining_borders` of gated delta nets and Mamba layers",
+        "`recurrent.py`, in the constructors of models",
         "In which order they get tokens; None without context parallelism.",
     ),
     LiveState(

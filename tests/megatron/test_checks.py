@@ -30,7 +30,7 @@ REFUSED = {
     "cp_comm_type": ["a2a"],
     "mtp_hsm": True,
     "is_hybrid_model": True,
-    "hybrid_layer_pattern": "M*M*",
+    "hybrid_layer_pattern": "D*",
     "hybrid_override_pattern": "M*M*",
     "hybrid_attention_ratio": 0.5,
     "hybrid_mlp_ratio": 0.5,
@@ -79,7 +79,7 @@ def test_dropout_of_a_checkpoint_s_arguments_is_named():
         check(parse(attention_dropout=0.1, use_checkpoint_args=True))
 
 
-PATTERNS = {"*-*-": True, "GE|*E": True, "M*M*": False, "*-/*-": False, "D-": False, "--": False}
+PATTERNS = {"*-*-": True, "GE|*E": True, "M*M*": True, "*-/*-": False, "D-": False, "--": False}
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

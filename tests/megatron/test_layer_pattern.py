@@ -10,8 +10,8 @@ from megatron_mtraining import ConfigError
 from megatron_mtraining.megatron.arguments import ArgumentsError
 from megatron_mtraining.megatron.checks import is_from
 from megatron_mtraining.megatron.density import RUN, wrap_floating_point_operations
-from megatron_mtraining.megatron.gated_delta_net import wrap_forward
 from megatron_mtraining.megatron.layer_pattern import HYBRID, layers_with_attention
+from megatron_mtraining.megatron.recurrent import wrap_forward
 from tests.support.megatron_cases import check, parse
 
 GATED = dict(experimental_attention_variant="gated_delta_net")
@@ -33,13 +33,13 @@ def test_layers_are_numbered_over_all_kinds(name):
 
 
 @pytest.mark.parametrize(
-    "given", [GATED | {"linear_attention_freq": 4}, {"hybrid_layer_pattern": "*-G-"}]
+    "given", [GATED | {"linear_attention_freq": 4}, {"hybrid_layer_pattern": "*-M-"}]
 )
-def test_packed_documents_are_refused_with_gated_delta_nets(given):
+def test_packed_documents_are_refused_with_recurrent_layers(given):
     if "hybrid_layer_pattern" in given and not is_from(HYBRID):
         pytest.skip("no HybridModel")
     check(parse(num_layers=4, **given))
-    with pytest.raises(ArgumentsError, match="--reset-attention-mask does not work with gated"):
+    with pytest.raises(ArgumentsError, match="--reset-attention-mask does not work with recurrent"):
         check(parse(num_layers=4, reset_attention_mask=True, reset_position_ids=True, **given))
 
 

@@ -10,13 +10,16 @@ import sys
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.hybrid import hybrid_block
 from megatron.core.models.hybrid.hybrid_model import HybridModel
-from megatron.core.ssm import gated_delta_net
+from megatron.core.ssm import gated_delta_net, mamba_mixer
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -70,9 +73,55 @@ for module in (gated_delta_net, *map(sys.modules.get, PARTS)):
         module.HAVE_FLA = True
         module.l2norm = lambda x, dim=-1, eps=1e-6: x * (x.square().sum(dim, True) + eps).rsqrt()
 
+
+def scan(zxbcdt, weight, bias, dt_bias, A, D, headdim, ngroups, **others):
+    """mamba_ssm's ``mamba_split_conv1d_scan_combined``, token by token."""
+    heads = len(A)
+    inner = heads * headdim
+    state = (zxbcdt.shape[-1] - 2 * inner - heads) // (2 * ngroups)
+    z, xbc, dt = zxbcdt.split([inner, inner + 2 * ngroups * state, heads], -1)
+    padded = F.pad(xbc.transpose(1, 2), (weight.shape[1] - 1, 0))
+    xbc = F.silu(F.conv1d(padded, weight[:, None], bias, groups=len(weight))).transpose(1, 2)
+    x, b, c = xbc.split([inner, ngroups * state, ngroups * state], -1)
+    x = x.unflatten(-1, (heads, headdim))
+    b, c = (
+        each.unflatten(-1, (ngroups, state)).repeat_interleave(heads // ngroups, 2)
+        for each in (b, c)
+    )
+    dt = F.softplus(dt + dt_bias)
+    decay, added = (
+        (dt * A).exp()[..., None, None],
+        (dt[..., None] * x)[..., None] * b[:, :, :, None],
+    )
+    now, outs = 0.0, []
+    for t in range(x.shape[1]):
+        now = now * decay[:, t] + added[:, t]
+        outs.append((now * c[:, t, :, None]).sum(-1))
+    y = torch.stack(outs, 1) + D[:, None] * x
+    return y.flatten(2) * F.silu(z)
+
+
+mamba_mixer.HAVE_MAMBA_SSM = True
+mamba_mixer.mamba_split_conv1d_scan_combined = scan
+MAMBA = dict(mamba_state_dim=8, mamba_head_dim=16, mamba_num_groups=4, mamba_num_heads=8)
+
 hybrid_stack_spec = ModuleSpec(
     module=hybrid_block.HybridStack,
     submodules=hybrid_block.HybridStackSubmodules(
+        mamba_layer=ModuleSpec(
+            module=MambaLayer,
+            submodules=MambaLayerSubmodules(
+                norm=WrappedTorchNorm,
+                mixer=ModuleSpec(
+                    module=MambaMixer,
+                    params={"rmsnorm": False},  # mamba_ssm's, too
+                    submodules=MambaMixerSubmodules(
+                        in_proj=ColumnParallelLinear, out_proj=RowParallelLinear
+                    ),
+                ),
+                mamba_bda=get_bias_dropout_add,
+            ),
+        ),
         gdn_layer=ModuleSpec(
             module=TransformerLayer,
             submodules=TransformerLayerSubmodules(

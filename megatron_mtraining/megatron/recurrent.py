@@ -1,9 +1,9 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Gated delta nets among our layers (Qwen3-Next's; ``G`` in a hybrid pattern), in the striped layout.
+"""Gated delta nets and Mamba layers among ours, in the striped layout.
 
-With context parallelism Megatron's layer brings all tokens of some heads to each rank, puts them into the
-order of the sequence, which its recurrence needs, and goes back after it. It takes the order of ranks' tokens
-for zigzag; here it is the striped one. Nothing else in the layer depends on it.
+With context parallelism such a layer of Megatron's brings all tokens of some heads to each rank, puts them
+into the order of the sequence, which its recurrence needs, and goes back after it. It takes the order of
+ranks' tokens for zigzag; here it is the striped one. Nothing else in the layer depends on it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from contextvars import ContextVar
 
 import torch
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.ssm.mamba_mixer import MambaMixer
 from torch import Tensor
 
 from ..config import ConfigError
@@ -20,17 +21,17 @@ from ..layout import token_positions
 from .backend import is_active
 from .borders import Borders
 
-_borders: ContextVar[Borders | None] = ContextVar("mtraining_gated_delta_net", default=None)
+_borders: ContextVar[Borders | None] = ContextVar("mtraining_recurrent_layer", default=None)
 
 
 def stripe_layers(model) -> None:
-    """Tell the gated delta nets of a model that is built in which order they get tokens.
+    """Tell the recurrent layers of a model that is built in which order they get tokens.
 
     Raises:
         ConfigError: one recomputes its output's order on its own.
     """
     for layer in model.modules():
-        if not isinstance(layer, GatedDeltaNet):
+        if not isinstance(layer, GatedDeltaNet | MambaMixer):
             continue
         if model.mtraining_borders is not None and getattr(layer, "recompute_norm_out", False):
             raise ConfigError(
@@ -41,16 +42,16 @@ def stripe_layers(model) -> None:
 
 
 def wrap_forward(original):
-    """``GatedDeltaNet.forward`` of tokens in the striped layout."""
+    """``GatedDeltaNet.forward`` or ``MambaMixer.forward`` of tokens in the striped layout."""
 
     def forward(self, *args, **kwargs):
         if not is_active(self.config):
             return original(self, *args, **kwargs)
         if kwargs.get("packed_seq_params") is not None:
             raise ConfigError(
-                f"the gated delta net of layer {self.layer_number} is given packed documents, and attention "
-                "backend mtraining does not tell it where they end: it would run across them; train without "
-                "packed documents"
+                f"the {type(self).__name__} of layer {self.layer_number} is given packed documents, and "
+                "attention backend mtraining does not tell it where they end: it would run across them; "
+                "train without packed documents"
             )
         token = _borders.set(getattr(self, "mtraining_borders", None))
         try:
