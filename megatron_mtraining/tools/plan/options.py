@@ -231,8 +231,12 @@ def _value(words: list[str]) -> bool | int | float | str | list:
     return values[0] if len(values) == 1 else values
 
 
-def _number(word: str) -> int | float | str:
-    for kind in (int, float):
+def _number(word: str) -> int | float | str | tuple[int, ...]:
+    def pair(word: str) -> tuple[int, ...]:  # --window-size
+        left, right = word.strip("()").split(",")
+        return int(left), int(right)
+
+    for kind in (int, float, pair):
         try:
             return kind(word)
         except ValueError:
