@@ -41,7 +41,9 @@ FSDP += "--ckpt-format fsdp_dtensor --init-model-with-meta-device "
 OVERLAPPED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
 YARN = "--position-embedding-type yarn --rotary-base 1000000 --rotary-scaling-factor 16 "
 YARN += "--yarn-original-max-position-embeddings 32 "
-HYBRID = "megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec"
+HYBRID = (
+    "tests.support.hybrid_models hybrid_stack_spec"  # Megatron-LM's own needs Transformer Engine
+)
 MTP = "--mtp-num-layers 1 " + PER_TOKEN
 
 
@@ -106,6 +108,7 @@ CASES = {
         "HybridModel of attention and MLP": hybrid("*-*-"),
         "HybridModel with experts": hybrid("*E*E"),
         "HybridModel with gated delta net": hybrid("G-*-"),
+        "HybridModel with Mamba": hybrid("M-*-"),
     },
     "batches": {
         "micro-batch of 2": of_model("--micro-batch-size 2 "),
