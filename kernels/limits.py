@@ -1,8 +1,9 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Sizes that the kernels support. It imports nothing, so that settings can be checked without torch."""
 
-HEAD_DIMS = (64, 128)
-"""Head dimensions of query, key and value."""
+HEAD_DIMS = (64, 96, 128, 192, 256)
+"""Head dimensions of query, key and value. The Hopper kernels have those of
+:data:`.attention.backends.HOPPER_HEAD_DIMS`, the portable kernels all."""
 
 MAX_BLOCKS = 32768
 """Blocks on a rank, and blocks of the ranks of one round: the index stores block numbers in 16 bits. With

@@ -15,6 +15,7 @@ from megatron_mtraining.pattern import build_index
 from megatron_mtraining.visibility import VisibleRanges
 from tests.support.attention_cases import (
     BACKWARD_PATHS,
+    PORTABLE_DIMS,
     TOLERANCE,
     assert_results,
     block_lists_of,
@@ -142,6 +143,12 @@ def test_kernels_interpreted(
 ):
     case = seq_length, world, inner, (2, 1), dim, budget, kind
     check(*case, torch.float32, block, 1e-5, lists=lists, batch=batch)
+
+
+@pairwise({"kind, lists": [("random", False), ("tokens", True)], "dim": PORTABLE_DIMS})
+def test_other_head_dims_interpreted(interpreter, kind, lists, dim):
+    case = 150, 1, 1, (2, 1), dim, "few", kind, torch.float32, 64, 1e-5
+    check(*case, lists=lists, batch=1)
 
 
 @pytest.mark.gpu

@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import next_power_of_2
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -27,33 +29,48 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# By (operation, head dim). A tile is cut to the block size where it is larger.
+# By (operation, head dim); heads of 96 and 192 take the tiles of the next power of two, to which their rows
+# are padded. A tile is cut to the block size where it is larger.
+# Tiles for 256 are not measured. On Hopper they hold 128 of 255 registers a thread of sums, and compiled they
+# need about 130 KB of the 227 KB. The forward's loops each have stages of their own: 32 KB of queries and four
+# times 32 KB of keys and values, where 64 keys would need 289 KB. The small tiles have fewer rows or keys than
+# those for 128, and so no more bytes.
 _HOPPER = {
     ("forward", 64): Tile(128, 64, 8, 3),
     # Three stages would be 2% faster, but need 288 KB: the loads of all loops over tiles are staged.
     ("forward", 128): Tile(128, 128, 8, 2),
+    ("forward", 256): Tile(64, 32, 4, 2),
     ("query", 64): Tile(64, 64, 4, 3),
     ("query", 128): Tile(64, 64, 4, 2),
+    ("query", 256): Tile(64, 32, 4, 2),
     ("key", 64): Tile(64, 64, 4, 2),
     ("key", 128): Tile(64, 128, 8, 2),
+    ("key", 256): Tile(32, 64, 8, 2),
     ("column", 64): Tile(64, 64, 4, 3),
     ("column", 128): Tile(64, 64, 4, 2),
+    ("column", 256): Tile(32, 32, 4, 2),
     # Not measured: sizes that compile without register spills.
     ("antidiagonal", 64): Tile(128, 128, 8, 3),
     ("antidiagonal", 128): Tile(128, 128, 8, 3),
+    ("antidiagonal", 256): Tile(64, 64, 4, 2),
 }
 # 100 KB of shared memory and no wgmma (Ampere, Ada): smaller tiles, fewer stages.
 _SMALL = {
     ("forward", 64): Tile(128, 64, 4, 3),
     ("forward", 128): Tile(64, 64, 4, 2),
+    ("forward", 256): Tile(32, 32, 4, 2),
     ("query", 64): Tile(64, 64, 4, 2),
     ("query", 128): Tile(64, 32, 4, 2),
+    ("query", 256): Tile(32, 16, 4, 2),
     ("key", 64): Tile(64, 64, 4, 2),
     ("key", 128): Tile(32, 64, 4, 2),
+    ("key", 256): Tile(16, 32, 4, 2),
     ("column", 64): Tile(64, 64, 4, 2),
     ("column", 128): Tile(32, 32, 4, 2),
+    ("column", 256): Tile(16, 32, 4, 2),
     ("antidiagonal", 64): Tile(32, 128, 8, 2),
     ("antidiagonal", 128): Tile(32, 128, 8, 2),
+    ("antidiagonal", 256): Tile(16, 64, 4, 2),
 }
 
 
@@ -62,7 +79,7 @@ def tile_for(operation: str, head_dim: int, block_size: int, tensor: torch.Tenso
     other than Hopper."""
     hopper = tensor.is_cuda and torch.cuda.get_device_capability(tensor.device)[0] == 9
     table = _HOPPER if hopper and tensor.dtype != torch.float32 else _SMALL
-    tile = table[operation, head_dim]
+    tile = table[operation, next_power_of_2(head_dim)]
     return tile._replace(
         block_m=min(tile.block_m, block_size), block_n=min(tile.block_n, block_size)
     )
@@ -139,14 +156,40 @@ def blocks_before(block, rank, world, inner):
 
 
 @triton.jit
+def row_dims(D: tl.constexpr):
+    """Offsets of a row's D elements. Tiles have sizes of powers of two: of another D, of elements up to the
+    next. These are loaded as zeros and not stored (:func:`of_rows`), so that they add nothing to products."""
+    return tl.arange(0, 64 if D <= 64 else 128 if D <= 128 else 256)
+
+
+@triton.jit
+def of_rows(mask, D: tl.constexpr):
+    """A mask of rows, [n, 1], as a mask of their elements: the same if D is a power of two."""
+    if D & (D - 1):
+        mask = mask & (row_dims(D) < D)[None, :]
+    return mask
+
+
+@triton.jit
+def load_row(base, D: tl.constexpr):
+    """One row, [row_dims]."""
+    if D & (D - 1):
+        return tl.load(base + row_dims(D), mask=row_dims(D) < D, other=0.0)
+    return tl.load(base + row_dims(D))
+
+
+@triton.jit
 def load_rows(base, start, stride, offs, limit, D: tl.constexpr, EVEN: tl.constexpr):
-    """Rows ``start + offs`` of a matrix, [len(offs), D]; 0 from row ``limit`` on. The offset of ``start`` is
+    """Rows ``start + offs`` of a matrix, [len(offs), D] (:func:`row_dims`); 0 from row ``limit`` on. The offset of ``start`` is
     computed in 64 bits."""
     pointers = base + start.to(tl.int64) * stride
-    pointers = pointers + offs[:, None] * stride + tl.arange(0, D)[None, :]
-    if EVEN:
-        return tl.load(pointers)
-    return tl.load(pointers, mask=(start + offs)[:, None] < limit, other=0.0)
+    pointers = pointers + offs[:, None] * stride + row_dims(D)[None, :]
+    if not EVEN:
+        mask = of_rows((start + offs)[:, None] < limit, D)
+        return tl.load(pointers, mask=mask, other=0.0)
+    if D & (D - 1):
+        return tl.load(pointers, mask=(row_dims(D) < D)[None, :], other=0.0)
+    return tl.load(pointers)
 
 
 @triton.jit
@@ -161,15 +204,20 @@ def load_line(base, start, offs, limit, other: tl.constexpr, EVEN: tl.constexpr)
 def store_rows(base, start, stride, offs, limit, values, D: tl.constexpr, EVEN: tl.constexpr):
     """The counterpart of ``load_rows``, in the dtype of the target."""
     pointers = base + start.to(tl.int64) * stride
-    pointers = pointers + offs[:, None] * stride + tl.arange(0, D)[None, :]
+    pointers = pointers + offs[:, None] * stride + row_dims(D)[None, :]
     values = values.to(base.dtype.element_ty)
-    if EVEN:
-        tl.store(pointers, values)
+    if not EVEN:
+        tl.store(pointers, values, mask=of_rows((start + offs)[:, None] < limit, D))
+    elif D & (D - 1):
+        tl.store(pointers, values, mask=(row_dims(D) < D)[None, :])
     else:
-        tl.store(pointers, values, mask=(start + offs)[:, None] < limit)
+        tl.store(pointers, values)
 
 
 @triton.jit
 def gather_rows(base, rows, D: tl.constexpr):
     """The rows ``rows`` of a contiguous matrix, [len(rows), D]."""
-    return tl.load(base + rows[:, None] * D + tl.arange(0, D)[None, :])
+    pointers = base + rows[:, None] * D + row_dims(D)[None, :]
+    if D & (D - 1):
+        return tl.load(pointers, mask=(row_dims(D) < D)[None, :], other=0.0)
+    return tl.load(pointers)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from ..common.launch import cdiv, launch
-from ..common.tiles import LOG2E, block_at, owner_of, precision_for, tile_for
+from ..common.tiles import LOG2E, block_at, of_rows, owner_of, precision_for, row_dims, tile_for
 from .probabilities import add_to_lse
 
 
@@ -63,7 +63,7 @@ def _antidiagonal_kernel(
     # The row's number over all ranks.
     own = block_at(first_block + row // SQUARES, rank, world, inner) * SQUARES + row % SQUARES
     last = tl.max(tl.where(row_mask, own, 0), 0)
-    d = tl.arange(0, D)
+    d = row_dims(D)
     q_ptr = q_ptr + row.to(tl.int64)[:, None] * STRIDE * stride_qm + d[None, :]
     parts_ptr += (bh * num_rows + row)[:, None] * num_blocks
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -77,8 +77,10 @@ def _antidiagonal_kernel(
         keys = k_ptr + (source.to(tl.int64) * stride_kr + at)[:, None] + d[None, :]
         scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for t in range(STRIDE):
-            q = tl.load(q_ptr + (STRIDE - 1 - t) * stride_qm, mask=row_mask[:, None], other=0.0)
-            k = tl.load(keys + t * stride_kn, mask=square_mask[:, None], other=0.0)
+            q = tl.load(
+                q_ptr + (STRIDE - 1 - t) * stride_qm, mask=of_rows(row_mask[:, None], D), other=0.0
+            )
+            k = tl.load(keys + t * stride_kn, mask=of_rows(square_mask[:, None], D), other=0.0)
             # [BLOCK_M, D] x [D, BLOCK_N]
             scores = tl.dot(q, tl.trans(k), scores, input_precision=PREC)
         mask = (own[:, None] >= square[None, :]) & square_mask[None, :]

@@ -161,7 +161,7 @@ def diagonal_masses(sampled_rows, key, lse, num_sinks, selected_columns):
         NUM_SELECTION_ROWS=rows.num_selection_rows,
         ROWS_POW2=next_power_of_2(num_rows),
         # Without tensor cores a product's operands are held in registers.
-        BLOCK_M=16 if key.dtype == torch.float32 else 32,
+        BLOCK_M=16 if key.dtype == torch.float32 or dim > 128 else 32,
         EVEN=key_len % block == 0,
         PREC=precision_for(key),
         num_warps=8,

@@ -101,6 +101,8 @@ def partial_lse(sampled_rows, key):
         block_m, block_n, num_warps, num_stages = 64, 64, 4, 3
     else:
         block_m, block_n, num_warps, num_stages = 32, 32, 4, 2
+    if dim > 128:  # the same bytes of shared memory as with 128
+        block_m, block_n = block_m // 2, block_n // 2
     tiles = cdiv(num_rows * (heads // kv_heads), block_m)
     # About 16 programs a multiprocessor.
     splits = max(1, min(128, 2048 // (tiles * batch * kv_heads), cdiv(key_len, block_n)))

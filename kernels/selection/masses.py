@@ -14,7 +14,7 @@ import triton.language as tl
 
 from ..common.fixed_point import fixed_point_one
 from ..common.launch import cdiv, launch, next_power_of_2
-from ..common.tiles import LOG2E, block_at, load_rows, precision_for
+from ..common.tiles import LOG2E, block_at, load_rows, precision_for, row_dims
 from .probabilities import probabilities_by_row
 
 
@@ -112,7 +112,7 @@ def _mass_kernel(
     row_of_line = (
         tl.arange(0, BLOCK_M) % TILE_STRATA * ROWS_PER_STRATUM
     )  # [BLOCK_M], after its first
-    q_offsets = (row_of_line * batch_heads + head_of_line)[:, None] * D + tl.arange(0, D)[None, :]
+    q_offsets = (row_of_line * batch_heads + head_of_line)[:, None] * D + row_dims(D)[None, :]
     lse_offsets = head_of_line * num_rows + row_of_line
     # Over the strata of a tile that are 8 apart, which the same thread has.
     total = tl.zeros([BLOCK_M // 16, 8, BLOCK_N], tl.float32)
@@ -139,6 +139,7 @@ def _mass_kernel(
             block,
             key_part,
             scale,
+            D,
             BLOCK,
             PREC,
         )  # [BLOCK_M, BLOCK_N], [BLOCK_M]
@@ -215,6 +216,9 @@ def attention_masses(sampled_rows, key, lse, num_sinks, divide_by_cost):
     else:
         # Without tensor cores a product's operands are held in registers.
         block_n, options = 32, dict(num_warps=8, num_stages=2)
+    if dim > 128:  # not measured: 80 KB of shared memory, as a tile has 64 rows
+        block_n //= 2
+        options["num_stages"] = 2 if key.element_size() == 2 else 1
     launch(
         _mass_kernel,
         (cdiv(key_len, block_n), batch * kv_heads),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.tiles import LOG2E, block_at
+from ..common.tiles import LOG2E, block_at, of_rows, row_dims
 
 NO_ROW = tl.constexpr(-1073741824)
 """Position of a missing row: far before every key."""
@@ -23,8 +23,8 @@ def load_sampled_queries(q_ptr, r, head, batch_heads, num_rows, D: tl.constexpr)
     """Queries of the sampled rows ``r`` of one head, or of a head for each row: [BLOCK_M, D]. Heads are
     counted over the batch. Zeros past the last row."""
     line = r.to(tl.int64) * batch_heads + head
-    pointers = q_ptr + line[:, None] * D + tl.arange(0, D)[None, :]
-    return tl.load(pointers, mask=(r < num_rows)[:, None], other=0.0)
+    pointers = q_ptr + line[:, None] * D + row_dims(D)[None, :]
+    return tl.load(pointers, mask=of_rows((r < num_rows)[:, None], D), other=0.0)
 
 
 @triton.jit
@@ -87,6 +87,7 @@ def probabilities_by_row(
     key_block,
     key_part,
     softmax_scale_log2,
+    D: tl.constexpr,
     BLOCK: tl.constexpr,
     PREC: tl.constexpr,
 ):
@@ -99,7 +100,7 @@ def probabilities_by_row(
     """
     row = tl.load(rows_ptr, mask=mask, other=NO_ROW)
     lse = tl.load(lse_ptr, mask=mask, other=float("inf")) * LOG2E
-    q = tl.load(q_ptr, mask=mask[:, None], other=0.0)
+    q = tl.load(q_ptr, mask=of_rows(mask[:, None], D), other=0.0)
     scores = tl.dot(q, tl.trans(k), input_precision=PREC)
     p = clamp_probability(tl.math.exp2(scores * softmax_scale_log2 - lse[:, None]))
     if not all_visible:

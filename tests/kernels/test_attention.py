@@ -20,6 +20,8 @@ from tests.support.attention_cases import (
     BACKWARD_PATHS,
     COMPILED_SEQUENCES,
     INTERPRETED_SEQUENCES,
+    PORTABLE_DIMS,
+    PORTABLE_SEQUENCES,
     SEQUENCES,
     TOLERANCE,
     assert_results,
@@ -72,6 +74,25 @@ def test_references(seq_length, world, inner, heads, dim, budget):
 )
 def test_kernels_interpreted(interpreter, seq_length, world, inner, heads, dim, budget, block):
     check(seq_length, world, inner, heads, dim, budget, torch.float32, block, 1e-5, batch=1)
+
+
+PORTABLE_CASES = {
+    "seq_length, world, inner, block": PORTABLE_SEQUENCES,
+    "dim": PORTABLE_DIMS,
+    "budget": ["few", "all"],
+}
+
+
+@pairwise(PORTABLE_CASES)
+def test_other_head_dims_interpreted(interpreter, seq_length, world, inner, dim, budget, block):
+    check(seq_length, world, inner, (4, 2), dim, budget, torch.float32, block, 1e-5, batch=1)
+
+
+@pytest.mark.gpu
+@pairwise({**PORTABLE_CASES, "dtype": TOLERANCE})
+def test_other_head_dims_compiled(seq_length, world, inner, dim, budget, block, dtype):
+    case = seq_length * 4, world, inner, (4, 2), dim, budget, dtype, block, TOLERANCE[dtype]
+    check(*case, "cuda")
 
 
 @pytest.mark.parametrize(

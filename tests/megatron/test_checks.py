@@ -142,7 +142,7 @@ OTHERS = {
         "--overlap-moe-expert-parallel-comm does not work with --context-parallel-size 2",
     ),
     "head dim given": ({"kv_channels": 80}, "--kv-channels", "is 80"),
-    "head dim derived": ({"hidden_size": 8 * 32}, "is 32", "(64, 128)"),
+    "head dim derived": ({"hidden_size": 8 * 32}, "is 32", "(64, 96, 128, 192, 256)"),
 }
 
 

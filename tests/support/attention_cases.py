@@ -40,6 +40,13 @@ COMPILED_SEQUENCES = [
 """(seq_length, world, inner, heads, block) of the compiled kernels. Heads go with the sequence: compiling the
 kernels for their number takes most of the time."""
 
+PORTABLE_DIMS = [96, 192, 256]
+"""Head dimensions that the portable kernels alone take: padded to a power of two, and with tiles of their
+own."""
+
+PORTABLE_SEQUENCES = [(150, 1, 1, 64), (200, 1, 1, 128), (256, 2, 1, 64)]
+"""(seq_length, world, inner, block) for these: the last block not full, and two ranks in two rounds."""
+
 BACKWARD_PATHS = {
     "two_kernels": None,
     "one_pass": (0, False),

@@ -42,6 +42,8 @@ CASES = [
     Case(300, 1, 1, 2, 2, 64, 128, 5, 3, 1, 0),
     Case(384, 2, 1, 4, 2, 128, 64, 8, 2, 2, 70),
     Case(576, 3, 1, 2, 1, 64, 64, 40, 1, 0, 4),
+    Case(256, 2, 1, 2, 1, 96, 64, 8, 2, 1, 3),
+    Case(200, 1, 1, 2, 2, 256, 128, 5, 1, 1, 2),
 ]
 
 
@@ -119,11 +121,11 @@ class ColumnOperands(NamedTuple):
     lse: torch.Tensor
 
 
-def column_operands(device, packed: bool) -> ColumnOperands:
+def column_operands(device, packed: bool, dim: int = 64) -> ColumnOperands:
     """70 random columns of each head of a sequence of 500 tokens, 9 in the first head. One row of three in a
     stratum is held out."""
     torch.manual_seed(8)
-    query, key, _, _ = random_operands(500, 2, 4, 2, 64, torch.float32, device)
+    query, key, _, _ = random_operands(500, 2, 4, 2, dim, torch.float32, device)
     rows = sampled_rows(query, 0, 1, 64, 8, 3, 2, held_out=1)
     if packed:
         ranges = VisibleRanges.from_lengths([[60, 1, 300, 139], [500]], 500, device).windowed(400)
@@ -133,12 +135,12 @@ def column_operands(device, packed: bool) -> ColumnOperands:
     positions = torch.stack([torch.randperm(500)[:70] for _ in range(8)]).view(2, 4, 70).int()
     positions[0, 0, 9:] = 500
     keys = key.permute(1, 2, 0, 3).repeat_interleave(2, 1)
-    at = positions.long().clamp(max=499)[..., None].expand(-1, -1, -1, 64).to(device)
+    at = positions.long().clamp(max=499)[..., None].expand(-1, -1, -1, dim).to(device)
     return ColumnOperands(rows, key, keys.gather(2, at).contiguous(), positions.to(device), lse)
 
 
-def planted_operands(dtype=torch.float32, seq_length=768, device="cpu", block_size=64):
+def planted_operands(dtype=torch.float32, seq_length=768, device="cpu", block_size=64, dim=64):
     """Queries and keys in which the third block of keys is like the last block of queries."""
-    query, key, _, _ = random_operands(seq_length, 2, 4, 2, 64, dtype, device)
+    query, key, _, _ = random_operands(seq_length, 2, 4, 2, dim, dtype, device)
     key[block_size * 2 : block_size * 3] += query[-block_size:, :, ::2]
     return query, key

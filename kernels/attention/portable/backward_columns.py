@@ -117,8 +117,8 @@ def _column_kernel(
     row = (bh * SPLITS + split) * column_len + first
     offs_n = tl.arange(0, BLOCK_N)
     for start_tile in range(0, tl.maximum(num_tiles, 1), CHAIN):
-        dk = tl.zeros([BLOCK_N, D], tl.float32)
-        dv = tl.zeros([BLOCK_N, D], tl.float32)
+        dk = tl.zeros(k.shape, tl.float32)
+        dv = tl.zeros(v.shape, tl.float32)
         for j in range(start_tile, tl.minimum(start_tile + CHAIN, num_tiles)):
             q_block = first_q_block + j // tiles * SPLITS
             distance = block_at(q_block, rank, world, inner) - k_block

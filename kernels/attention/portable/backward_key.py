@@ -22,6 +22,7 @@ from ...common.tiles import (
     blocks_before,
     first_beyond,
     load_line,
+    load_row,
     load_rows,
     precision_for,
     store_rows,
@@ -128,8 +129,8 @@ def _key_kernel(
     k = load_rows(k_ptr, start_n, stride_kn, offs_n, key_len, D, EVEN)  # [BLOCK_N, D]
     v_ptr += batch * stride_vb + kv_head * stride_vh
     v = load_rows(v_ptr, start_n, stride_vn, offs_n, key_len, D, EVEN)  # [BLOCK_N, D]
-    dk = tl.zeros([BLOCK_N, D], tl.float32)
-    dv = tl.zeros([BLOCK_N, D], tl.float32)
+    dk = tl.zeros(k.shape, tl.float32)
+    dv = tl.zeros(v.shape, tl.float32)
     scale = softmax_scale * LOG2E
     head_offset = batch * stride_db + kv_head * stride_dh
     partial_dk_ptr += head_offset
@@ -227,22 +228,21 @@ def _key_kernel(
                                 partial_dv_ptr, start_n, stride_dn, offs_n, key_len, dv, asides == 0,
                                 D, EVEN,
                             )  # fmt: skip
-                            dk = tl.zeros([BLOCK_N, D], tl.float32)
-                            dv = tl.zeros([BLOCK_N, D], tl.float32)
+                            dk = tl.zeros(k.shape, tl.float32)
+                            dv = tl.zeros(v.shape, tl.float32)
                             in_chain = 0
                             asides += 1
         if COLUMNS:
             column_ptr_block = (
                 column_ptr + bh * column_ptr_len + block_at(k_block, rank, world, inner)
             )
-            offs_d = tl.arange(0, D)
             for j in range(tl.load(column_ptr_block), tl.load(column_ptr_block + 1)):
                 row = tl.load(columns + bh * column_len + j) % BLOCK - part * BLOCK_N
                 for split in range(SPLITS):
                     line = ((bh * SPLITS + split) * column_len + j) * D
                     here = (offs_n == row)[:, None]
-                    dk += tl.where(here, tl.load(column_dk_ptr + line + offs_d)[None, :], 0.0)
-                    dv += tl.where(here, tl.load(column_dv_ptr + line + offs_d)[None, :], 0.0)
+                    dk += tl.where(here, load_row(column_dk_ptr + line, D)[None, :], 0.0)
+                    dv += tl.where(here, load_row(column_dv_ptr + line, D)[None, :], 0.0)
     dk = dk * softmax_scale
     if ACCUMULATE:
         dk += load_rows(partial_dk_ptr, start_n, stride_dn, offs_n, key_len, D, EVEN)

@@ -157,7 +157,7 @@ def _query_kernel(
     )
     delta = tl.load(delta_ptr + bh * query_len + start + offs_m, mask=inside, other=0.0)
     scale = softmax_scale * LOG2E
-    dq = tl.zeros([BLOCK_M, D], tl.float32)
+    dq = tl.zeros(q.shape, tl.float32)
     attended = tl.zeros([BLOCK_M], tl.float32)
 
     low, unmasked_end, high, last_block, starts, first_block, group = slash_range(

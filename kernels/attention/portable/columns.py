@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...common.launch import cdiv, launch
-from ...common.tiles import block_at, owner_of
+from ...common.tiles import block_at, of_rows, owner_of, row_dims
 from ...types import PatternOperand, StripedColumns
 
 
@@ -59,17 +59,17 @@ def _gather_kernel(
         columns + bh * column_len, entry, column_len, seq_length, rank, world, inner, BLOCK
     )
     row = row.to(tl.int64)[:, None]
-    offs_d = tl.arange(0, D)[None, :]
+    offs_d = row_dims(D)[None, :]
     target = (bh * column_len + entry)[:, None] * D + offs_d  # [BLOCK_N, D]
-    inside = (entry < column_len)[:, None]
+    inside = of_rows((entry < column_len)[:, None], D)
     k_ptr += batch * stride_kb + kv_head * stride_kh
     v_ptr += batch * stride_vb + kv_head * stride_vh
     # Columns of other ranks are 0: they add nothing to the sum.
     column_k_ptr += target
-    k = tl.load(k_ptr + row * stride_kn + offs_d, mask=owned[:, None], other=0.0)
+    k = tl.load(k_ptr + row * stride_kn + offs_d, mask=of_rows(owned[:, None], D), other=0.0)
     tl.store(column_k_ptr, k, mask=inside)
     if VALUES:
-        v = tl.load(v_ptr + row * stride_vn + offs_d, mask=owned[:, None], other=0.0)
+        v = tl.load(v_ptr + row * stride_vn + offs_d, mask=of_rows(owned[:, None], D), other=0.0)
         tl.store(column_v_ptr + target, v, mask=inside)
 
 

@@ -221,7 +221,7 @@ def _forward_kernel(
     lse_ptr += bh * query_len + start + offs_m
     inside = start + offs_m < query_len
     if FIRST:
-        acc = tl.zeros([BLOCK_M, D], tl.float32)
+        acc = tl.zeros(q.shape, tl.float32)
         m = tl.full([BLOCK_M], float("-inf"), tl.float32)
         l = tl.zeros([BLOCK_M], tl.float32)
     else:

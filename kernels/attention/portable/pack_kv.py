@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...common.launch import cdiv, launch
+from ...common.tiles import of_rows, row_dims
 
 BLOCK_N = 64
 
@@ -32,11 +33,11 @@ def _pack_kernel(
     row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(
         0, BLOCK_N
     )  # [BLOCK_N], of the result
-    inside = (row < rows)[:, None]
+    inside = of_rows((row < rows)[:, None], D)
     head = row % HEADS
     b = row // HEADS % batch
     n = row // HEADS // batch
-    offs_d = tl.arange(0, D)[None, :]
+    offs_d = row_dims(D)[None, :]
     target = row[:, None] * D + offs_d  # [BLOCK_N, D]
     k_offsets = (n * stride_kn + b * stride_kb + head * stride_kh)[:, None] + offs_d
     v_offsets = (n * stride_vn + b * stride_vb + head * stride_vh)[:, None] + offs_d

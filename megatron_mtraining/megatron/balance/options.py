@@ -191,6 +191,11 @@ def predictor(args, config: MTrainingConfig, seq_length: int) -> Predict | None:
     kind = "block_lists" if config.policy.name in BLOCK_POLICY_NAMES else "vertical_slash"
     if config.keeps_all(seq_length):
         kind = "dense"
+    if ("dense", head_dim) not in H200:
+        raise ConfigError(
+            f"{balancing_option(config)} predicts times of attention, which are not measured for heads of "
+            f"dimension {head_dim}: leave it out"
+        )
     coefficients = (CPU if gpu_name() == "CPU" else H200)[kind, head_dim]
     packed = masks_documents(args)  # samples of one document have document masks, too
     twice = config.recompute_attention and getattr(args, "recompute_granularity", None) is not None

@@ -46,6 +46,7 @@ def test_antidiagonal_lse_interpreted(interpreter):
     # Not bit for bit: a row's bits from numpy's products depend on where in a tile it is.
     torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-6)
     check_antidiagonal_lse(operands, 2, 1, 64, 32, 1e-4, first=1)
+    check_antidiagonal_lse(planted_operands(torch.float32, 512, dim=192), 2, 1, 64, 16, 1e-4)
 
 
 @pytest.mark.gpu

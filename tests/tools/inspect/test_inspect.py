@@ -240,7 +240,10 @@ def test_models_that_are_not_supported(tmp_path, words, capsys):
     llama = {"model_type": "llama", **SIZES}
     rest = quick(words, tmp_path / "out")
     cases = {
-        "dim32": ({**llama, "hidden_size": 128, "head_dim": 32}, ["dimension 32", "(64, 128)"]),
+        "dim32": (
+            {**llama, "hidden_size": 128, "head_dim": 32},
+            ["dimension 32", "(64, 96, 128, 192, 256)"],
+        ),
         "unknown": ({"model_type": "not-a-model"}, ["configuration", "not-a-model"]),
         "sliding": ({**llama, "model_type": "mistral", "sliding_window": 256}, ["sliding", "256"]),
         "layers": (
