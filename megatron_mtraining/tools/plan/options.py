@@ -19,7 +19,7 @@ from ...config import ConfigError
 from ...errors import short
 from ...megatron.backend import add_member
 from ...megatron.balance.options import REFUSED
-from ...megatron.checks import REFUSALS, check_settings
+from ...megatron.checks import REFUSALS, check_settings, unset
 from ...megatron.options import add_arguments
 from ...megatron.output_layer import NEED_LOGITS
 from ...megatron.rotary_options import OF_BOTH, SCALING
@@ -98,8 +98,14 @@ NOT_MODELLED = (
     "--export-kd-teacher-load", "--linear-attention-freq",
 )  # fmt: skip
 """Flags that change memory in a way that is not modelled."""
+UNLESS_OFF = (
+    "cuda_graph_impl", "experimental_attention_variant", "hybrid_layer_pattern", "is_hybrid_model",
+    "mtp_num_layers",
+)  # fmt: skip
+"""The same, with a value that is neither 0 nor none."""
 CHECKED = (
-    *(refusal.name for refusal in (*REFUSALS, *NEED_LOGITS)), *REFUSED, *OF_BOTH, *SCALING,
+    *(refusal.name for refusal in (*REFUSALS, *NEED_LOGITS)), *REFUSED, *OF_BOTH, *SCALING, *UNLESS_OFF,
+    "cuda_graph_modules", "cuda_graph_scope",
     "dataloader_type", "mock_data", "object_storage_cache_path", "calculate_per_token_loss",
 )  # fmt: skip
 """What a run with attention backend mtraining checks beside the flags in the tables above. No Megatron-LM has
@@ -189,13 +195,22 @@ def read(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
             setattr(args, name, _value(given[option(name)]))
     refusals = {refusal.given(command_line=True): refusal for refusal in REFUSALS}
     ours = args.attention_backend == "mtraining"
+    checked = {name: getattr(args, name) for name in CHECKED if option(name) in given}
     for flag in given:
-        refusal = refusals.get(flag)
-        if refusal and (ours or refusal.works(getattr(args, refusal.name))):
+        refusal, value = refusals.get(flag), checked.get(flag[2:].replace("-", "_"))
+        if refusal and ours:
             # As a run does it, and before the plan asks for what the flag may stand for.
-            check_settings(argparse.Namespace(**{refusal.name: getattr(args, refusal.name)}), True)
-            continue
-        if flag in NOT_MODELLED or refusal:
+            check_settings(argparse.Namespace(**checked), True)
+        changes = flag in NOT_MODELLED
+        if flag in map(option, UNLESS_OFF):
+            if unset(value) or value == "none":
+                continue
+            changes = True
+        elif refusal:
+            if ours or refusal.works(value):
+                continue
+            changes = True
+        if changes:
             raise ConfigError(
                 f"mtraining plan does not model {flag}, which changes memory: leave it out"
             )

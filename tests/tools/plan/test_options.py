@@ -58,7 +58,7 @@ def test_defaults_and_choices_are_those_of_the_megatron_that_is_there(monkeypatc
          "--tensor-model-parallel-size 6",
          "does not divide the 640 columns"),
         ("--global-batch-size 3 --micro-batch-size 2", "--global-batch-size is 3"),
-        ("--kv-channels 96", "head dimension"),
+        ("--kv-channels 80", "head dimension"),
         ("--attention-dropout 0.1", "--attention-dropout is 0.1"),
         ("--num-layers 0", "--num-layers is 0"),
         ("--seq-length 1024", "--max-position-embeddings is 600, less than"),

@@ -47,7 +47,6 @@ REFUSED = {
     COST + PACKED + "--dataloader-type cyclic": "--dataloader-type cyclic",
     COST + "--mock-data": "nothing to balance with --mock-data",
     "--cuda-graph-impl local": "--cuda-graph-impl is local",
-    "--mtp-num-layers 1": "--mtp-num-layers is 1",
     "--window-size 128,128": "--window-size is 128 128",
     "--save-activations-interval 10 --mtraining-loss-chunk 64": "--save-activations-interval is 10",
     ROPE + "--rope-scaling-factor 4": "--rope-scaling-factor 4.* without --use-rope-scaling",
@@ -97,6 +96,19 @@ def test_a_run_accepts_what_is_planned(flags):
 def test_a_run_refuses_it_too(flags, message):
     with pytest.raises(ConfigError, match=message):
         refuse(arguments_of_a_run(flags))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--mtp-num-layers 1",
+        "--hybrid-layer-pattern *-*-",
+        "--cuda-graph-impl local --cuda-graph-modules moe_router",
+    ],
+)
+def test_what_trains_but_is_not_modelled_is_refused(flags):
+    with pytest.raises(ConfigError, match="does not model --.*, which changes memory"):
+        made(SMALL + flags)
 
 
 def test_other_backends_need_the_value_too():
