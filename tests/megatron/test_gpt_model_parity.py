@@ -52,6 +52,7 @@ CASES = {
     ),
     "off-by-one, recomputed": ("rope", FULL | dict(softmax_type="off-by-one"), ""),
     "gpt-oss": ("yarn", YARN | WINDOWS | OFFSETS, ""),
+    "Gemma 3": ("rope", FULL | WINDOWS | dict(kv_channels=256), "documents"),
     "sequences, windows and offsets": ("rope", FULL | WINDOWS | OFFSETS, "sequences"),
     "sequences": ("rope", {}, "sequences"),
     "sequences, learned positions": ("learned_absolute", FULL, "sequences"),
@@ -66,6 +67,9 @@ if is_from(HYBRID):
     # HybridModels: patterns are not TransformerConfig's.
     from tests.support.hybrid_models import GATED, MAMBA
 
+    RECURRENT = GATED | dict(
+        experimental_attention_variant="gated_delta_net", linear_attention_freq=2
+    )
     CASES |= {
         "hybrid": ("rope", dict(pattern="*--*-"), ""),
         "hybrid, yarn, everything recomputed": ("yarn", dict(pattern="-**-", **YARN, **FULL), ""),
@@ -77,14 +81,10 @@ if is_from(HYBRID):
         ),
         "hybrid of gated delta nets": ("none", dict(pattern="G*-G*", **GATED), ""),
         "hybrid of Mamba layers": ("rope", dict(pattern="M*-M", **MAMBA, **FULL), ""),
-        "gated delta nets, everything recomputed": (
+        "gated delta nets, everything recomputed": ("rope", RECURRENT | FULL, ""),
+        "Qwen3-Next": (
             "rope",
-            dict(
-                experimental_attention_variant="gated_delta_net",
-                linear_attention_freq=2,
-                **GATED,
-                **FULL,
-            ),
+            RECURRENT | MTP | dict(kv_channels=256, attention_output_gate=True),
             "",
         ),
     }
@@ -123,8 +123,8 @@ def model_of(case: str, ours: bool, size: int):
 def numbers(case: str) -> list[int]:
     """Of the layers that have attention."""
     more = CASES[case][1]
-    layers = 2 + more.get("mtp_num_layers", 0)
-    pattern = "G*" if "linear_attention_freq" in more else more.get("pattern", "*" * layers)
+    decoder = "G*" if "linear_attention_freq" in more else more.get("pattern", "**")
+    pattern = decoder + "*" * more.get("mtp_num_layers", 0)
     return [number for number, kind in enumerate(pattern, 1) if kind == "*"]
 
 

@@ -19,7 +19,7 @@ KINDS = {
         "gpt_oss", dict(layer_types=[SLIDING, FULL], num_local_experts=4, num_experts_per_tok=2),
     ),
     "Gemma 3": ("gemma3_text", dict(layer_types=[SLIDING, FULL], query_pre_attn_scalar=50)),
-    "Gemma 3, head dim 128": ("gemma3_text", dict(layer_types=[FULL, SLIDING], head_dim=128)),
+    "Gemma 3, head dim 256": ("gemma3_text", dict(layer_types=[FULL, SLIDING], head_dim=256)),
     "Qwen2": ("qwen2", dict(layer_types=[FULL, SLIDING], use_sliding_window=True)),
     "Mistral": ("mistral", {}),
 }  # fmt: skip
