@@ -1,7 +1,7 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """What trains with which Megatron-LM: short runs on the CPU, beside Megatron's own attention.
 
-    python -m benchmarks.matrix MEGATRON_LM [MEGATRON_LM ...] [--only WORDS]
+    python -m benchmarks.matrix MEGATRON_LM [MEGATRON_LM ...] [--only REGEX]
 
 Each case is run with Megatron's attention in the layout whose weights it has, then with ours and everything
 kept, whose losses and gradient norms must be equal, and then with a pattern. Appends rows to
@@ -196,7 +196,7 @@ def verdict(runs: Runs, case: Case) -> dict:
     trains = sparse.returncode == 0 and len(losses) == STEPS and losses[-1] < losses[0]
     if not trains:
         return dict(outcome="fails", why=f"with a pattern: {why(sparse)}", **result)
-    density = re.findall(r"\| density (\S+) ", sparse.stdout)
+    density = re.findall(r"\| density ([0-9.]+) ", sparse.stdout)
     return dict(
         outcome="equal", pattern_loss=losses[-1], pattern_density=float(density[-1]), **result
     )
@@ -210,14 +210,14 @@ def version_of(checkout: Path) -> str:
 def main() -> None:
     parser = record.parser(__doc__, "compatibility.jsonl")
     parser.add_argument("checkouts", nargs="+", type=Path, metavar="MEGATRON_LM")
-    parser.add_argument("--only", default="", help="cases whose name has these words")
+    parser.add_argument("--only", default="", help="cases whose name has this regular expression")
     args = parser.parse_args()
     for checkout in args.checkouts:
         with tempfile.TemporaryDirectory() as folder:
             runs = Runs(checkout, Path(folder))
             for group, cases in CASES.items():
                 for name, case in cases.items():
-                    if args.only not in name:
+                    if not re.search(args.only, name):
                         continue
                     row = dict(megatron=version_of(checkout), group=group, case=name, steps=STEPS)
                     row |= dict(words=case.words.strip(), **verdict(runs, case))
