@@ -56,6 +56,19 @@ def installed(distribution: str) -> str:
         return "not installed"
 
 
+def is_too_old(distribution: str, extra: str = "") -> bool:
+    """Whether an installed package is older than this package, or an extra, asks for."""
+    least = re.search(r">=\s*(\d+(?:\.\d+)*)", _versions(distribution, extra))
+    found = re.match(r"\d+(?:\.\d+)*", installed(distribution))
+    if least is None or found is None:
+        return False
+    return _numbers(found[0]) < _numbers(least[1])
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split(".")]
+
+
 def _distribution(module: str) -> str:
     name = module.partition(".")[0]
     return DISTRIBUTIONS.get(name, name)
@@ -96,6 +109,11 @@ def first_line(error: BaseException) -> str:
     """The type of a library's error and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def last_line(text: str) -> str:
+    """The last line of a process's output, in a traceback the error; "no output" if there is none."""
+    return (text.strip() or "no output").splitlines()[-1].strip()
 
 
 def _is_found(name: str) -> bool:

@@ -34,7 +34,7 @@ FLOORS = [
     ["tools.common"],
     ["tools.report"],
     ["tools.data", "tools.convert", "tools.inspect", "tools.plan", "tools.patching", "tools.quickstart"],
-    ["tools.eval"],
+    ["tools.doctor", "tools.eval"],
     ["tools.cli"],
 ]  # fmt: skip
 """Rooms or modules of a floor stand beside each other: none imports another."""
@@ -43,7 +43,7 @@ MEGATRON = (
     "tools.quickstart",
 )  # fmt: skip
 """What imports Megatron: the plug-in, and tools that build its models or write its datasets."""
-PROCESS_GROUPS = ("cp_group", "megatron", "models", "tools.quickstart")
+PROCESS_GROUPS = ("cp_group", "megatron", "models", "tools.doctor", "tools.quickstart")
 """What talks to process groups: imports ``torch.distributed``, but for its ``checkpoint``, which is files."""
 BENCHMARKS = [["lib"], ["kernels", "layer", "model", "tools"], ["sparsebalance"], ["hosts"]]
 

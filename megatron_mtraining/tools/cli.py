@@ -74,6 +74,11 @@ COMMANDS = (
         "megatron_mtraining.tools.patching",
         "add the attention backend to a Megatron-LM checkout, check for it, or remove it",
     ),
+    Command(
+        "doctor",
+        "megatron_mtraining.tools.doctor.command",
+        "say what is installed here and what of it will work, and test attention in 20 seconds",
+    ),
 )
 
 

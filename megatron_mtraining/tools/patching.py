@@ -51,11 +51,11 @@ def fits(root: Path, *options: str) -> bool:
     return git(root, "apply", "--check", *options, str(PATCH)).returncode == 0
 
 
-def find_version(root: Path) -> str:
-    """The release line of Megatron-Core in the checkout ``root``, such as 0.16.
+def read_release(root: Path) -> dict[str, int]:
+    """MAJOR, MINOR and perhaps PATCH of the Megatron-Core in the checkout ``root``.
 
     Raises:
-        ConfigError: not a checkout, or of a version that the patch does not fit.
+        ConfigError: not a checkout, or it does not say its version.
     """
     if not root.is_dir():
         raise ConfigError(f"{root} is not a folder: name a Megatron-LM checkout")
@@ -69,6 +69,16 @@ def find_version(root: Path) -> str:
         raise ConfigError(
             f"{root / PACKAGE_INFO} does not say which version of Megatron-Core this is"
         )
+    return found
+
+
+def find_version(root: Path) -> str:
+    """The release line of Megatron-Core in the checkout ``root``, such as 0.16.
+
+    Raises:
+        ConfigError: not a checkout, or of a version that the patch does not fit.
+    """
+    found = read_release(root)
     version = f"{found['MAJOR']}.{found['MINOR']}"
     if version not in MADE_FOR:
         raise ConfigError(

@@ -1,0 +1,2 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""``mtraining doctor``: what is installed, whether it fits, and a self-test."""
