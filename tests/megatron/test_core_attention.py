@@ -98,7 +98,7 @@ BUILT = {
     "cross": (dict(attention_type="cross"), "cross attention"),
     "mask": (dict(attn_mask_type=AttnMaskType.padding), "mask type padding"),
     "no mask": (dict(attn_mask_type=AttnMaskType.no_mask), "mask type no_mask"),
-    "head dim": (dict(config=dict(kv_channels=96)), "is 96"),
+    "head dim": (dict(config=dict(kv_channels=80)), "is 80"),
     "settings": (dict(config=dict(mtraining=5)), "config.mtraining is 5"),
     "communication": (dict(cp_comm_type="a2a"), "cp_comm_type a2a"),
     "number": (dict(layer_number=0), "layer_number is 0"),

@@ -11,6 +11,8 @@ import pytest
 from megatron_mtraining.config import ConfigError, option
 from megatron_mtraining.megatron.arguments import refuse
 from megatron_mtraining.megatron.backend import add_member
+from megatron_mtraining.megatron.checks import is_from
+from megatron_mtraining.megatron.layer_pattern import HYBRID
 from megatron_mtraining.megatron.options import add_arguments
 from megatron_mtraining.megatron.output_layer import DEFAULT_CHUNK, NEED_LOGITS
 from megatron_mtraining.tools.plan import activations
@@ -98,14 +100,12 @@ def test_a_run_refuses_it_too(flags, message):
         refuse(arguments_of_a_run(flags))
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--mtp-num-layers 1",
-        "--hybrid-layer-pattern *-*-",
-        "--cuda-graph-impl local --cuda-graph-modules moe_router",
-    ],
-)
+CHANGES_MEMORY = ["--mtp-num-layers 1", "--cuda-graph-impl local --cuda-graph-modules moe_router"]
+if is_from(HYBRID):
+    CHANGES_MEMORY.append("--hybrid-layer-pattern *-*-")
+
+
+@pytest.mark.parametrize("flags", CHANGES_MEMORY)
 def test_what_trains_but_is_not_modelled_is_refused(flags):
     with pytest.raises(ConfigError, match="does not model --.*, which changes memory"):
         made(SMALL + flags)
