@@ -281,8 +281,14 @@ def dense(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "size", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))]
-)  # fmt: skip
+    "size",
+    [
+        1,
+        2,
+        pytest.param(3, marks=[pytest.mark.slow, pytest.mark.release]),
+        pytest.param(4, marks=pytest.mark.slow),
+    ],
+)
 def test_losses_and_gradients_are_those_of_dense_attention(size, dense):
     if size > 1:
         run_ranks(size, parity, dense)
