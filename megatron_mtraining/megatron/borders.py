@@ -100,6 +100,15 @@ def relayout_of(borders: Borders, hidden: Tensor, lengths: tuple[int, ...] | Non
     return _relayout(borders, lengths, hidden.device)
 
 
+def enter(borders: Borders, given: dict, lengths: tuple[int, ...] | None) -> None:
+    """Put ``hidden_states`` and ``padding_mask`` of a call of layers, by its arguments, into the striped
+    layout; ``lengths`` as for :func:`relayout_of`."""
+    plan = relayout_of(borders, given["hidden_states"], lengths)
+    given["hidden_states"] = plan.there(given["hidden_states"])
+    if given.get("padding_mask") is not None:
+        given["padding_mask"] = plan.there(given["padding_mask"].t()).t()
+
+
 def whole_sequence(tensor: Tensor, borders: Borders) -> Tensor:
     """``[b, s]`` of every context-parallel rank's ``[b, s / cp]``, in Megatron's layout of one sequence."""
     return unzigzag(borders.cp.all_gather(tensor))

@@ -18,6 +18,7 @@ from ..kernels.limits import HEAD_DIMS
 from ..layout import inner_size
 from .cuda_graphs import check_graphs
 from .layer_pattern import GATED_DELTA_NET, HYBRID, is_supported
+from .spelling import spelled
 from .windows import check_window_layers, is_causal_window
 
 
@@ -36,8 +37,9 @@ class Refusal:
 
     def given(self, command_line: bool) -> str:
         """The setting as it is given: the option, or the attribute of the TransformerConfig."""
-        option = self.option or "--" + self.name.replace("_", "-")
-        return option if command_line else f"config.{self.name}"
+        if self.option and command_line:
+            return self.option
+        return spelled(self.name, command_line)
 
 
 def unset(value) -> bool:
@@ -90,8 +92,8 @@ REFUSALS = (
     Refusal(
         "window_size",
         lambda value: value is None or is_causal_window(value),
-        "a query sees keys before it alone, so many as the first number says",
-        "give a number from 0 on (-1 for all keys), and 0 as the second",
+        "sliding windows must be causal",
+        "give the number of keys before the query (-1 for all), and 0 for those after it",
     ),
     Refusal(
         "position_embedding_type",
@@ -253,7 +255,7 @@ def check_settings(settings, command_line: bool) -> None:
     size = getattr(settings, "context_parallel_size", None) or 1
     if getattr(settings, "overlap_moe_expert_parallel_comm", False) and size > 1:
         names = ("overlap_moe_expert_parallel_comm", "context_parallel_size")
-        overlap, ranks = (Refusal(name, unset, "", "").given(command_line) for name in names)
+        overlap, ranks = (spelled(name, command_line) for name in names)
         raise ConfigError(
             f"{overlap} does not work with {ranks} {size}: {SCHEDULE_PLAN}; {LEAVE_OUT}"
         )
@@ -270,9 +272,9 @@ def _check_groups(settings, command_line: bool) -> None:
     if not heads or groups is None:
         return
     if groups < 1 or heads % groups:
-        name = "--num-query-groups" if command_line else "config.num_query_groups"
         raise ConfigError(
-            f"{name} is {groups}, which does not divide the {heads} attention heads: use a divisor"
+            f"{spelled('num_query_groups', command_line)} is {groups}, which does not divide the {heads} "
+            "attention heads: use a divisor"
         )
 
 
@@ -342,8 +344,7 @@ def inner_group_size(settings, cp_size: int, gathered: int, command_line: bool) 
             f"--hierarchical-context-parallel-sizes gives inner groups of {sizes[0]}: leave one of them out"
         )
     if sizes[0] * sizes[1] != cp_size:
-        option = "--hierarchical-context-parallel-sizes"
-        name = option if command_line else "config.hierarchical_context_parallel_sizes"
+        name = spelled("hierarchical_context_parallel_sizes", command_line)
         raise ConfigError(
             f"{name} is {show(sizes)}, which makes {sizes[0] * sizes[1]} ranks, but there are {cp_size} "
             "context-parallel ranks: give an inner and an outer size whose product is the number "
@@ -357,7 +358,7 @@ def check_head_dim(settings, command_line: bool) -> None:
     head_dim = getattr(settings, "kv_channels", None)
     hidden = getattr(settings, "hidden_size", None)
     heads = getattr(settings, "num_attention_heads", None)
-    name = "--kv-channels" if command_line else "config.kv_channels"
+    name = spelled("kv_channels", command_line)
     if head_dim is None and hidden and heads:
         head_dim = hidden // heads
     if head_dim is not None and head_dim not in HEAD_DIMS:

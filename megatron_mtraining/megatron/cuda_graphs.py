@@ -6,6 +6,7 @@ from __future__ import annotations
 from enum import Enum
 
 from ..config import ConfigError
+from .spelling import spelled
 
 MODULES = ("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_deprecated")
 """Attributes that say what is captured, by version: the first is from 0.18 on; the last is the second option
@@ -33,10 +34,10 @@ def check_graphs(settings, command_line: bool) -> None:
     captured = sorted({each for attribute in MODULES for each in _names(settings, attribute)})
     if captured and allowed.issuperset(captured):
         return
-    option = "--" + name.replace("_", "-") if command_line else f"config.{name}"
+    option = spelled(name, command_line)
     what = f"{option} is {' '.join(captured)}" if captured else f"{option} is not given"
     raise ConfigError(
-        f"{'--cuda-graph-impl' if command_line else 'config.cuda_graph_impl'} is {impl} and {what}, which "
+        f"{spelled('cuda_graph_impl', command_line)} is {impl} and {what}, which "
         "captures attention and does not work with attention backend mtraining: the ring cannot be captured "
         f"in a CUDA graph; use {option} with some of {', '.join(sorted(allowed))}, or --cuda-graph-impl none"
     )

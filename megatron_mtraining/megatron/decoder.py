@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..config import ConfigError
 from .backend import is_active
-from .borders import relayout_of
+from .borders import enter, relayout_of
 from .packed_documents import check_length, params_for_layers
 from .run_state import RUN
 
@@ -64,10 +64,7 @@ def wrap_forward(original):
             )
         lengths = getattr(params, "lengths", None)
         if hidden is not None:
-            plan = relayout_of(borders, hidden, lengths)
-            given["hidden_states"] = plan.there(hidden)
-            if given.get("padding_mask") is not None:
-                given["padding_mask"] = plan.there(given["padding_mask"].t()).t()
+            enter(borders, given, lengths)
         result = original(*bound.args, **bound.kwargs)
         return relayout_of(borders, result, lengths).back(result) if self.post_process else result
 

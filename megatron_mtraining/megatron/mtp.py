@@ -19,7 +19,7 @@ from torch import Tensor
 from ..config import ConfigError
 from ..cp_group import ProcessGroup, RankGroup
 from ..relayout import zigzag_owner
-from .borders import relayout_of
+from .borders import enter, relayout_of
 from .layer_spec import replace_core_attention
 from .packed_documents import DocumentParams, params_for_layers
 
@@ -70,15 +70,12 @@ def convert_layers(model) -> None:
 
 
 def _there(layer, args, given: dict):
-    borders, hidden = layer.mtraining_borders, given["hidden_states"]
+    borders = layer.mtraining_borders
     params = params_for_layers(given.get("packed_seq_params"), layer.config, borders)
-    changes = {"packed_seq_params": params}
+    given = {**given, "packed_seq_params": params}
     if borders is not None:
-        plan = relayout_of(borders, hidden, getattr(params, "lengths", None))
-        changes["hidden_states"] = plan.there(hidden)
-        if given.get("padding_mask") is not None:
-            changes["padding_mask"] = plan.there(given["padding_mask"].t()).t()
-    return args, {**given, **changes}
+        enter(borders, given, getattr(params, "lengths", None))
+    return args, given
 
 
 def _back(layer, args, given: dict, result):

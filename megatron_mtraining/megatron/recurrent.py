@@ -17,7 +17,7 @@ from megatron.core.ssm.mamba_mixer import MambaMixer
 from torch import Tensor
 
 from ..config import ConfigError
-from ..layout import token_positions
+from ..relayout import striped_owner
 from .backend import is_active
 from .borders import Borders
 
@@ -64,35 +64,28 @@ def wrap_forward(original):
 
 def wrap_undo(original):
     """``_undo_attention_load_balancing``: ``[s, ...]``, rank after rank, into the order of the sequence."""
-
-    def _undo_attention_load_balancing(input_, *args, **kwargs):
-        borders = _borders.get()
-        if borders is None:
-            return original(input_, *args, **kwargs)
-        return input_.index_select(0, _orders(borders, len(input_), input_.device)[1])
-
-    return _undo_attention_load_balancing
+    return _wrap_order(original, 0)
 
 
 def wrap_redo(original):
     """``_redo_attention_load_balancing``, the inverse."""
+    return _wrap_order(original, 1)
 
-    def _redo_attention_load_balancing(input_, *args, **kwargs):
+
+def _wrap_order(original, which: int):
+    def ordered(input_, *args, **kwargs):
         borders = _borders.get()
         if borders is None:
             return original(input_, *args, **kwargs)
-        return input_.index_select(0, _orders(borders, len(input_), input_.device)[0])
+        return input_.index_select(0, _orders(borders, len(input_), input_.device)[which])
 
-    return _redo_attention_load_balancing
+    return ordered
 
 
 @functools.lru_cache(maxsize=4)  # training and evaluation
 def _orders(borders: Borders, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The place in the sequence of each token, rank after rank, and the inverse; int64 ``[length]``."""
+    """Where each token of the sequence is, rank after rank, and the inverse; int64 ``[length]``."""
     size = borders.cp.world
-    own = [
-        token_positions(length, rank, size, borders.block_size, device, inner=borders.inner)
-        for rank in range(size)
-    ]
-    places = torch.cat(own)
+    rank, at = striped_owner(length, size, borders.block_size, borders.inner, device)
+    places = rank * (length // size) + at
     return places, places.argsort()

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..config import ConfigError
+from .spelling import spelled
 
 
 def is_causal_window(value: Any) -> bool:
@@ -28,8 +29,8 @@ def check_window_layers(settings: Any, command_line: bool) -> None:
     if isinstance(given, list) and (not layers or len(given) == layers):
         return
     if type(given) is not int or given < 1:
-        name = "--window-attn-skip-freq" if command_line else "config.window_attn_skip_freq"
         raise ConfigError(
-            f"{name} is {given}, but there are {layers} layers: give a number N for full attention in every "
-            "N-th layer, or a list with 1 for each layer with a window, and 0 for each other"
+            f"{spelled('window_attn_skip_freq', command_line)} is {given}, but there are {layers} layers: "
+            "give a number N for full attention in every N-th layer, or a list with 1 for "
+            "each layer with a window, and 0 for each other"
         )

@@ -97,11 +97,11 @@ def probe() -> dict:
         ConfigError: it is too old.
         ImportError: there is none, or it cannot be imported.
     """
+    from ...megatron.checks import is_from
     from ...megatron.registration import check_version, find_owner, live_changes
 
     core = importlib.import_module("megatron.core")
     check_version(core.__version__)
-    release = tuple(int(part) for part in core.__version__.split(".")[:2])
     training = None
     if find_spec("megatron.training") is not None:
         try:
@@ -111,7 +111,7 @@ def probe() -> dict:
             training = first_line(error)
     missing, count = [], 0
     for row in live_changes():
-        if row.since > release or (training != "" and row.owner.startswith(TRAINING)):
+        if not is_from(row.since) or (training != "" and row.owner.startswith(TRAINING)):
             continue
         count += 1
         try:
