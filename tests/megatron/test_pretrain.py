@@ -283,7 +283,7 @@ BAD = {
     "length": (["--seq-length", "200", *OURS], "--seq-length is 200"),
     "no backend": (["--mtraining-slash", "8"], "--mtraining-slash 8 is given"),
     "budget": ([*OURS, "--mtraining-vertical", "-5"], "--mtraining-vertical is -5"),
-    "window": ([*OURS, "--window-size", "8,0"], "--window-size is 8 0"),
+    "window": ([*OURS, "--window-size", "8,8"], "--window-size is 8 8"),
 }
 
 

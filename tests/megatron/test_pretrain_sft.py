@@ -3,18 +3,12 @@
 weights are spread over ranks, and whatever ends a run, steps are those of one process."""
 
 import json
-import os
 import random
 import re
-import signal
-import subprocess
-import time
-from pathlib import Path
 
 import pytest
 
-from tests.support.pretrain_tree import SEQUENCE, check_same, losses
-from tests.support.running import torchrun_command
+from tests.support.pretrain_tree import SEQUENCE, check_same, losses, step_losses
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("datasets")
@@ -100,48 +94,27 @@ def test_a_pattern_trains(tree, chat):
     assert SEQUENCE == 512
 
 
-def run_until(tree, data: str, processes: int, words: str, log, is_time) -> None:
-    """Kill all processes of a run, of which nothing is left to clean up, when ``is_time``."""
-    command, root = tree.command("launcher", *OURS, *words.split(), data=data)
-    path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
-    command, environment = torchrun_command(processes, *command, PYTHONPATH=path)
-    with open(log, "w") as file:
-        run = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
-        try:
-            end = time.monotonic() + 240
-            while not is_time():
-                assert run.poll() is None and time.monotonic() < end, log.read_text()[-4000:]
-                time.sleep(0.01)
-        finally:
-            # torchrun puts its ranks into sessions of their own, and would end them in order.
-            ranks = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
-            run.kill()
-            for rank in ranks:
-                os.kill(int(rank), signal.SIGKILL)
-            run.wait()
-
-
 def test_a_killed_run_goes_on_in_other_layouts(tree, chat, tmp_path):
     """Killed in a step, then in the middle of a save: of whole checkpoints the last is loaded."""
     iterations = 8
     whole = tree.run("launcher", 1, *OURS, "--train-iters", str(iterations), data=chat)
-    expected = losses(whole, iterations)
+    expected = step_losses(losses(whole, iterations))
     folder, log = tmp_path / "run", tmp_path / "log"
     saved = folder / "latest_checkpointed_iteration.txt"
     kept = f"--save {folder} --load {folder} --save-interval 2 --train-iters {iterations} "
-    first = "--context-parallel-size 2 "
+
+    def run_until(is_time, words: str) -> None:
+        tree.run_until(is_time, log, 2, *OURS, *(kept + words).split(), data=chat)
+
     run_until(
-        tree, chat, 2, kept + first, log, lambda: re.search(r"iteration +3/", log.read_text())
+        lambda: log.exists() and re.search(r"iteration +3/", log.read_text()),
+        "--context-parallel-size 2",
     )
     assert saved.read_text() == "2"
-    second = "--tensor-model-parallel-size 2 "
-    run_until(tree, chat, 2, kept + second, log, (folder / "iter_0000004").exists)
+    run_until((folder / "iter_0000004").exists, "--tensor-model-parallel-size 2")
     at = int(saved.read_text())
     assert at in (2, 4)
-    third = "--context-parallel-size 2 --pipeline-model-parallel-size 2 "
-    run = tree.run("launcher", 4, *OURS, *(kept + third).split(), data=chat)
-    found = losses(run, iterations - at)
-    found[1] = (
-        2 * found[1] - found[0]
-    )  # Megatron's second line after a load is the mean of two steps
+    words = kept + "--context-parallel-size 2 --pipeline-model-parallel-size 2"
+    run = tree.run("launcher", 4, *OURS, *words.split(), data=chat)
+    found = step_losses(losses(run, iterations - at))
     assert found == pytest.approx(expected[at:], abs=2e-5, rel=0)

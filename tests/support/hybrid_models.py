@@ -105,6 +105,18 @@ mamba_mixer.HAVE_MAMBA_SSM = True
 mamba_mixer.mamba_split_conv1d_scan_combined = scan
 MAMBA = dict(mamba_state_dim=8, mamba_head_dim=16, mamba_num_groups=4, mamba_num_heads=8)
 
+
+def token_mixing_layer(self_attention: ModuleSpec) -> ModuleSpec:
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=WrappedTorchNorm,
+            self_attention=self_attention,
+            self_attn_bda=get_bias_dropout_add,
+        ),
+    )
+
+
 hybrid_stack_spec = ModuleSpec(
     module=hybrid_block.HybridStack,
     submodules=hybrid_block.HybridStackSubmodules(
@@ -122,22 +134,8 @@ hybrid_stack_spec = ModuleSpec(
                 mamba_bda=get_bias_dropout_add,
             ),
         ),
-        gdn_layer=ModuleSpec(
-            module=TransformerLayer,
-            submodules=TransformerLayerSubmodules(
-                input_layernorm=WrappedTorchNorm,
-                self_attention=gated_net,
-                self_attn_bda=get_bias_dropout_add,
-            ),
-        ),
-        attention_layer=ModuleSpec(
-            module=TransformerLayer,
-            submodules=TransformerLayerSubmodules(
-                input_layernorm=WrappedTorchNorm,
-                self_attention=attention,
-                self_attn_bda=get_bias_dropout_add,
-            ),
-        ),
+        gdn_layer=token_mixing_layer(gated_net),
+        attention_layer=token_mixing_layer(attention),
         mlp_layer=ModuleSpec(
             module=MLPLayer,
             submodules=TransformerLayerSubmodules(

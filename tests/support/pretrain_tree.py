@@ -9,14 +9,17 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_mtraining.tools.cli import main
 from tests.support import cpu_shim
 from tests.support.ranks import ON_CPU
-from tests.support.running import torchrun
+from tests.support.running import torchrun, torchrun_command
 
 SHIM = Path(cpu_shim.__file__)
 GPT = "pretrain_gpt.py"
@@ -92,9 +95,31 @@ class Tree:
     ):
         """A script of Megatron-LM: ``way`` is "launcher", "patch", or "plain" for neither."""
         command, root = self.command(way, *words, data=data, script=script)
-        # What this process takes the package from, too: it may not be the one that is installed.
-        path = os.pathsep.join((str(root), ON_CPU["PYTHONPATH"]))
-        return torchrun(processes, *command, timeout=timeout, PYTHONPATH=path)
+        return torchrun(processes, *command, timeout=timeout, PYTHONPATH=_path(root))
+
+    def run_until(
+        self, is_time: Callable[[], object], output: Path, processes: int, *words, data: str = MOCK
+    ) -> str:
+        """Kill all processes of a run as soon as ``is_time``: nothing of it cleans up. What it printed goes
+        to ``output``, and is returned."""
+        command, root = self.command("launcher", *words, data=data)
+        command, environment = torchrun_command(processes, *command, PYTHONPATH=_path(root))
+        end = time.monotonic() + 240
+        with output.open(
+            "w"
+        ) as file:  # a pipe that nobody reads would stop the run when it is full
+            run = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
+        try:
+            while not is_time():
+                assert run.poll() is None and time.monotonic() < end, output.read_text()[-4000:]
+                time.sleep(0.001)
+        finally:
+            parent = psutil.Process(run.pid) if run.poll() is None else None
+            for process in [*(parent.children(recursive=True) if parent else []), parent]:
+                if process is not None and process.is_running():
+                    process.kill()
+            run.wait(60)
+        return output.read_text()
 
     def command(self, way: str, *words: str, data: str = MOCK, script=GPT) -> tuple[list, Path]:
         """The words after torchrun's own of :meth:`run`, and the folder that Python looks in."""
@@ -116,6 +141,22 @@ class Tree:
         if at not in self._plain:
             self._plain[at] = self.run("plain", *at)
         return self._plain[at]
+
+
+def _path(root: Path) -> str:
+    """What Python looks in: where this process takes the package from, too, which may not be the one that is
+    installed."""
+    return os.pathsep.join((str(root), ON_CPU["PYTHONPATH"]))
+
+
+def step_losses(printed: list[float]) -> list[float]:
+    """The loss of each step of a run that logs every step.
+
+    Megatron's ``training_log`` does not reset its sums after a run's first log line, so the second line is
+    the mean of the first two steps.
+    """
+    first, mean_of_two, *others = printed
+    return [first, 2 * mean_of_two - first, *others]
 
 
 def check_same(run, expected, within: float = 1e-5, steps: int = STEPS) -> None:
