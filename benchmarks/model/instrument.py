@@ -51,6 +51,7 @@ def run(
     loss_chunk: int = 0,
     keep_output: bool = False,
     drop: Sequence[str] = (),
+    documents: str | None = None,
 ) -> None:
     """Run ``script`` as ``__main__``.
 
@@ -59,6 +60,7 @@ def run(
         loss_chunk: tokens in a chunk of our loss, where attention is not ours; 0 for Megatron's own.
         keep_output: recomputation does not run Transformer Engine's attention again.
         drop: options to leave out with their values, by how they begin.
+        documents: a file for the losses of the packed documents of the first micro-batch.
     """
     sys.argv = [script, *without(sys.argv[1:], drop)]
     if loss_chunk:
@@ -67,6 +69,8 @@ def run(
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
         TEDotProductAttention.forward = kept(TEDotProductAttention.forward)
+    if documents:
+        record_documents(Path(documents))
     if traces:
         from megatron.training import get_args, training
 
@@ -105,6 +109,33 @@ def chunk_loss(chunk: int) -> None:
         output_layer.chunk_loss(self, chunk)
 
     GPTModel.__init__ = __init__
+
+
+def record_documents(path: Path) -> None:
+    """Let the first ``GPTModel.forward`` with a loss write the length and the mean loss of each document, as
+    rows of two numbers: of whole sequences, whatever context-parallel rank has their tokens."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    original = GPTModel.forward
+
+    @functools.wraps(original)
+    def forward(self, *args, **kwargs):
+        losses = original(self, *args, **kwargs)
+        GPTModel.forward = original
+        group = parallel_state.get_context_parallel_group()
+        # Megatron gives each rank as many tokens of every document, in the order of documents.
+        ends = kwargs["packed_seq_params"].cu_seqlens_q.long() // group.size()
+        mask = kwargs["loss_mask"].reshape(-1).double()
+        sums = torch.stack([mask * losses.detach().reshape(-1).double(), mask])
+        sums = torch.nn.functional.pad(sums.cumsum(1), (1, 0))[:, ends].diff()
+        torch.distributed.all_reduce(sums, group=group)
+        if torch.distributed.get_rank() == 0:
+            lengths = ends.diff() * group.size()
+            path.write_text(json.dumps([lengths.tolist(), (sums[0] / sums[1]).tolist()]))
+        return losses
+
+    GPTModel.forward = forward
 
 
 def kept(forward):

@@ -26,7 +26,7 @@ import torch
 from benchmarks.hosts import four
 from benchmarks.kernels import attention, backward_paths
 from benchmarks.lib import jobs, record
-from benchmarks.model import continued
+from benchmarks.model import continued, conversations, sft
 from benchmarks.tools import ruler_agreement
 from tests.support import eval_cases
 from tests.support.convert_cases import save
@@ -426,6 +426,37 @@ def test_a_model_is_converted_trained_on_and_converted_back(tree, tmp_path, monk
     # Nothing of the model is lost on the way, and the first loss is before any step.
     assert row["losses"][0] == pytest.approx(row["losses_dense"][0], abs=0.05)
     assert row["losses"][2] < row["losses"][0] and row["held_out_after"] < row["held_out_before"]
+
+
+@pytest.mark.slow
+def test_documents_of_packed_conversations(tree, tmp_path, monkeypatch):
+    """Of both layouts, and with everything kept and a pattern: weights are the same, and documents."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("datasets")
+    root, folder, output = tree.roots["launcher"], tmp_path / "chat", tmp_path / "rows.jsonl"
+    monkeypatch.setenv("MTRAINING_COMMIT", "a commit")
+    path = os.pathsep.join(
+        filter(None, (str(root), str(record.ROOT), os.environ.get("PYTHONPATH")))
+    )
+    monkeypatch.setenv("PYTHONPATH", path)
+    conversations.main(f"{folder} --seq {SEQ} --packs 4 --vocabulary 300".split())
+    common = f"{root} --folder {folder} --output {output} --device cpu --steps 3".split()
+    for words in (
+        "--label start --price 0 --cp 1 --save", "--label one --price 0 --cp 1",
+        "--label kept --price 0 --like one",
+        "--label sparse --like one --mtraining-slash 0 --mtraining-vertical 16 --mtraining-window 0",
+    ):  # fmt: skip
+        sft.main([*common, *words.split()])
+    start, one, kept, sparse = jobs.read(output)
+    assert start["losses"][-1] < start["losses"][0] and one["losses"][0] < start["losses"][0]
+    assert sum(one["document_lengths"]) == SEQ and len(one["document_losses"]) > 1
+    assert np.average(one["document_losses"], weights=one["document_lengths"]) == pytest.approx(
+        one["losses"][0], abs=0.02
+    ), "but for the last token, which has no next one"
+    assert kept["density"] == 1 > sparse["density"] and kept["cp"] == 2 > one["cp"]
+    assert kept["worst"] < 1e-5 > kept["worst_document"] and sparse["worst_document"] > 1e-5
+    with pytest.raises(SystemExit):
+        sft.main([*common, "--label", "another", "--folder", str(tmp_path)])
 
 
 @pytest.mark.slow
