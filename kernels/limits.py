@@ -2,8 +2,8 @@
 """Sizes that the kernels support. It imports nothing, so that settings can be checked without torch."""
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
-"""Head dimensions of query, key and value. The Hopper kernels have those of
-:data:`.attention.backends.HOPPER_HEAD_DIMS`, the portable kernels all."""
+"""Head dimensions of query, key and value. Tiles have sizes of powers of two: 96 and 192 take the time of 128
+and 256."""
 
 MAX_BLOCKS = 32768
 """Blocks on a rank, and blocks of the ranks of one round: the index stores block numbers in 16 bits. With

@@ -162,7 +162,7 @@ def test_other_head_dims_interpreted(interpreter, kind, lists, dim):
             (1536, 2, 2, (8, 1), 128),
             (768, 4, 4, (2, 2), 64),
         ],
-        "dim": [64, 128],
+        "dim": [64, 128, 256],
         "budget": ["few", "all"],
         "kind": KINDS,
         "dtype": TOLERANCE,

@@ -38,9 +38,10 @@ from . import selection as index
 
 SHOWN = ("op", "impl", "seq", "density", "vertical", "documents", "ms", "tflops", "share_of_cudnn")
 """Of a row, on the screen."""
-IMPLEMENTATIONS = ("mtraining", "flex", "cudnn")
+IMPLEMENTATIONS = ("mtraining", "flex", "cudnn", "flash")
 QUICK = ("mtraining", "cudnn")
-DENSE = {"cudnn": SDPBackend.CUDNN_ATTENTION}
+DENSE = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+"""FlashAttention-2, of PyTorch, is run with heads of more than 128 only."""
 FLEX_SEQ = 65536
 DENSE_SEQ = 131072
 """The longest length that dense attention runs at: beyond it, a run takes seconds."""
@@ -73,6 +74,10 @@ def _cases() -> list[Case]:
     cases = [slashes(64, 16, 128, percent, True) for percent in (5, 25)]
     cases.append(Case("64K d128 all distances", 65536, 16, 2, 128, 1.0, 0, True))
     cases += [slashes(64, 14, 64, percent, True) for percent in (5, 25)]
+    for dim in (256, 192, 96):
+        cases.append(slashes(64, 16, dim, 12))
+        cases.append(Case(f"64K d{dim} all distances", 65536, 16, 2, dim, 1.0, 0))
+    cases.append(Case("64K d256 5% + 1000 columns", 65536, 16, 2, 256, 0.05, 1000))
     cases += [slashes(seq, 16, 128, percent) for seq in (128, 256) for percent in (5, 25)]
     for seq in (128, 512):
         for columns in (1000, 3500):
@@ -187,7 +192,7 @@ def attention_runs(case: Case, index, implementations, dense_seq: int, device: s
     if "flex" in implementations and fits:
         found["flex"] = (flex_for(index), dense)
     for name in DENSE:
-        if name in implementations:
+        if name in implementations and (name == "cudnn" or case.dim > 128):
             found[name] = (dense_with(DENSE[name]), dense)
     return found
 

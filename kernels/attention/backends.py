@@ -20,8 +20,8 @@ from .operands import BackwardInputs, ForwardInputs, RoundKeys, StepKeys
 GLUON_VERSIONS = ((3, 6), (3, 9))
 """First and last version of Triton for the Hopper kernels: Gluon still changes."""
 
-HOPPER_HEAD_DIMS = (64, 128)
-"""Head dimensions whose tiles fit the shared memory and the registers of the Hopper kernels."""
+ONE_PASS_HEAD_DIM = 128
+"""The largest of the Hopper kernels' one-pass backward: what it sums must fit the registers."""
 
 
 class Backend(Protocol):
@@ -102,23 +102,27 @@ def choose_backward(
         wanted == "two_kernels"
         or attended is not None
         or torch.are_deterministic_algorithms_enabled()
-        or not hasattr(backend_for(index, query, *operands), "new_query_sums")
+        or not _has_one_pass(backend_for(index, query, *operands), query.shape[-1])
     ):
         return BackwardPath.TWO_KERNELS
     return BackwardPath(wanted)
 
 
+def _has_one_pass(backend: Backend, head_dim: int) -> bool:
+    fits = backend is reference or head_dim <= ONE_PASS_HEAD_DIM
+    return fits and hasattr(backend, "new_query_sums")
+
+
 def uses_hopper(index: PatternOperand, query: Tensor, *operands: Tensor) -> bool:
     """Whether the Hopper kernels take these operands.
 
-    They need a Hopper GPU, 16-bit operands with 16-byte aligned strides, head dimensions of
-    :data:`HOPPER_HEAD_DIMS`, blocks of 128, lengths that are multiples of 4, and a Triton of
-    :data:`GLUON_VERSIONS`. ``MTRAINING_PORTABLE_KERNELS=1`` in the environment disables them.
+    They need a Hopper GPU, 16-bit operands with 16-byte aligned strides, blocks of 128, lengths that are
+    multiples of 4, and a Triton of :data:`GLUON_VERSIONS`. ``MTRAINING_PORTABLE_KERNELS=1`` in the
+    environment disables them.
     """
     return (
         query.is_cuda
         and query.element_size() == 2
-        and query.shape[-1] in HOPPER_HEAD_DIMS
         and index.block_size == 128
         and query.shape[0] % 4 == 0
         and _is_hopper(query.device)

@@ -90,7 +90,8 @@ def test_other_head_dims_interpreted(interpreter, seq_length, world, inner, dim,
 
 @pytest.mark.gpu
 @pairwise({**PORTABLE_CASES, "dtype": TOLERANCE})
-def test_other_head_dims_compiled(seq_length, world, inner, dim, budget, block, dtype):
+def test_other_head_dims_compiled(monkeypatch, seq_length, world, inner, dim, budget, block, dtype):
+    monkeypatch.setenv("MTRAINING_PORTABLE_KERNELS", "1")
     case = seq_length * 4, world, inner, (4, 2), dim, budget, dtype, block, TOLERANCE[dtype]
     check(*case, "cuda")
 
@@ -114,7 +115,7 @@ def test_long_sums_interpreted(monkeypatch, interpreter, seq_length, world, head
 @pairwise(
     {
         "seq_length, world, inner, heads, block": COMPILED_SEQUENCES,
-        "dim": [64, 128],
+        "dim": [64, 96, 128, 192, 256],
         "budget": BUDGETS,
         "dtype": TOLERANCE,
         "backward_path": BACKWARD_PATHS,
@@ -131,10 +132,11 @@ def test_kernels_compiled(seq_length, world, inner, heads, dim, budget, block, d
 @pairwise(
     {
         "seq_length, world": [(2996, 1), (3072, 2)],
-        "dim": [64, 128],
+        "dim": [64, 128, 256],
         "budget": ["few", "all"],
         "backward_path": BACKWARD_PATHS,
     },
+    has_backward_path,
     indirect=["backward_path"],
 )
 def test_long_sums(monkeypatch, seq_length, world, dim, budget):

@@ -118,9 +118,15 @@ def test_small_blocks_take_the_portable_kernels(hopper_gpu):
     assert backends.backend_for(SimpleNamespace(block_size=64), gpu_tensor()) is portable
 
 
-def test_other_head_dims_take_the_portable_kernels(hopper_gpu):
-    query = gpu_tensor((1024, 1, 4, 256))
-    assert backends.backend_for(INDEX, query, query) is portable
+@pytest.mark.parametrize("head_dim", [96, 128, 256])
+def test_one_pass_is_for_heads_of_up_to_128(hopper_gpu, monkeypatch, head_dim):
+    monkeypatch.setenv("MTRAINING_BACKWARD", "one_pass")
+    index, query = (
+        SimpleNamespace(block_size=128, is_dense=True),
+        gpu_tensor((1024, 1, 4, head_dim)),
+    )
+    path = backends.choose_backward(index, query, query).value
+    assert path == ("one_pass" if head_dim <= 128 else "two_kernels")
 
 
 def test_other_gpus_take_the_portable_kernels(hopper_gpu, monkeypatch):

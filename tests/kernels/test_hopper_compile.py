@@ -30,6 +30,10 @@ CASES = {
     "D128-C64-lists-pruned-packed": dict(
         rounds=[LAST], head_dim=128, columns=64, block_lists=True, packed=True, pruned=True
     ),
+    "D256-C64-pruned-packed": dict(
+        rounds=[FIRST, LAST], head_dim=256, columns=64, packed=True, pruned=True
+    ),
+    "D256-C64-lists": dict(rounds=[GATHERED], head_dim=256, columns=64, block_lists=True),
     "D128-C64-tiles": dict(
         rounds=[FIRST], head_dim=128, columns=64, packed=True, pruned=True, tile_bytes=16 * 1024
     ),
@@ -92,16 +96,17 @@ def test_products_stay_in_flight(tmp_path, case):
         ("forward", "query", "key", "column") if case["columns"] else ("forward", "query", "key")
     )
     names = names if "only" not in case else (case["only"],)
-    # Chunks are launched twice.
+    # Chunks are launched twice, as are the keys' gradients with heads of more than 128.
     found = {name.removesuffix("-2") for name in kernels}
     assert found == {f"{round_}-{name}" for round_ in case["rounds"] for name in names}
-    assert (len(found) < len(kernels)) == case.get("chunks", False)
+    assert (len(found) < len(kernels)) == (case.get("chunks", False) or case["head_dim"] > 128)
     for name, kernel in kernels.items():
         # A product of 64 x 128 x 128 is 8 instructions; serialised, each has a wait of its own.
         assert kernel["products"] > 0, (name, kernel)
         assert kernel["waits"] * 2 < kernel["products"], (name, kernel)
-        # An address or two; operands would be dozens. What is needed once an item may be, outside.
-        assert kernel["spills"] < 8, (name, kernel)
+        # An address or two; operands would be dozens. What is needed once an item may be, outside. With heads
+        # of 256 the masks of the tiles that have one do not fit.
+        assert kernel["spills"] < (8 if case["head_dim"] <= 128 else 24), (name, kernel)
         assert kernel["shared"] <= SHARED_MEMORY, (name, kernel)
 
 

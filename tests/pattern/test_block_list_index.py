@@ -113,7 +113,7 @@ def test_kernels_interpreted(interpreter, seq_length, world, inner, heads, dim, 
 @pairwise(
     {
         "seq_length, world, inner, heads, block": COMPILED_SEQUENCES,
-        "dim": [64, 128],
+        "dim": [64, 128, 256],
         "kind": ["none", "lists", "mixed", "slashes"],
         "dtype": TOLERANCE,
         "backward_path": BACKWARD_PATHS,
@@ -130,10 +130,11 @@ def test_kernels_compiled(seq_length, world, inner, heads, dim, kind, block, dty
 @pairwise(
     {
         "seq_length, world": [(2996, 1), (3072, 2)],
-        "dim": [64, 128],
+        "dim": [64, 128, 256],
         "kind": ["mixed", "all"],
         "backward_path": BACKWARD_PATHS,
     },
+    has_backward_path,
     indirect=["backward_path"],
 )
 def test_long_sums(monkeypatch, seq_length, world, dim, kind):

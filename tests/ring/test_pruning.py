@@ -94,7 +94,7 @@ def test_kernel_interpreted(
 @pairwise(
     {
         "blocks, world, inner": [(9, 1, 1), (16, 4, 2)],
-        "dim": [64, 128],
+        "dim": [64, 128, 256],
         "budget, lists": [("few", False), ("all", False), ("all", True)],
         "packed": [False, True],
         "dtype": [torch.bfloat16, torch.float16, torch.float32],
@@ -173,7 +173,7 @@ def test_gradients(world):
             ("all", True, False),
             ("few", False, True),
         ],
-        "dim": [64, 128],
+        "dim": [64, 128, 256],
         "portable": [False, True],
         "backward_path": BACKWARD_PATHS,
     },
@@ -243,7 +243,7 @@ def test_kernels_over_rounds_interpreted(
 @pairwise(
     {
         "blocks, world, inner": [(3, 1, 1), (8, 2, 1), (6, 3, 3), (8, 4, 2)],
-        "dim": [64, 128],
+        "dim": [64, 128, 256],
         "budget": ["few", "all"],
         "portable": [False, True],
         "backward_path": BACKWARD_PATHS,

@@ -14,7 +14,8 @@ from ...common.tiles import LOG2E, block_at, blocks_before
 from ..launch_args import chain_tiles, column_splits
 from ..operands import BackwardInputs
 from .compat import Pointer, Scalar, Value, aggregate
-from .descriptors import descriptor_heads_first
+from .descriptors import descriptor_heads_first, tile_dim
+from .global_rows import of_rows
 from .key_common import (
     BLOCK_M,
     QueryDescriptors,
@@ -25,6 +26,7 @@ from .key_common import (
     key_step,
     make_layouts,
     no_gradients,
+    part_arguments,
     put_aside,
     query_arguments,
     range_arguments,
@@ -113,8 +115,8 @@ def _attend(
     dk_ptr, dv_ptr, columns, member, shared,
     # Where in the results, in the head's columns, and in the queries; rows in the results
     line, first, end, first_q_block, rank, world, inner, num_tiles, softmax_scale,
-    HALF: gl.constexpr, BLOCK: gl.constexpr, SPLITS: gl.constexpr, RANGES: gl.constexpr,
-    CHAIN: gl.constexpr,
+    HEAD_DIM: gl.constexpr, HALF: gl.constexpr, BLOCK: gl.constexpr, SPLITS: gl.constexpr,
+    RANGES: gl.constexpr, CHAIN: gl.constexpr,
 ):  # fmt: skip
     """A computing warpgroup: the gradients of half of the columns."""
     HALF_N: gl.constexpr = BLOCK // 2
@@ -147,14 +149,17 @@ def _attend(
     gradients = gradients.wait(0)
     rows = HALF * HALF_N + gl.arange(0, HALF_N, layout=gl.SliceLayout(1, layouts.gradients))
     d = gl.arange(0, D, layout=gl.SliceLayout(0, layouts.gradients))
-    offsets = (line + rows)[:, None] * D + d[None, :]  # [HALF_N, D]
-    stored = (first + rows < end)[:, None]
+    offsets = (line + rows)[:, None] * HEAD_DIM + d[None, :]  # [HALF_N, D]
+    stored = of_rows(first + rows < end, d, HEAD_DIM)
     if CHAIN > 0:
         for start in range(CHAIN, num_tiles, CHAIN):
-            put_aside(dk_ptr + offsets, gradients.dk, stored, start == CHAIN, False)
-            put_aside(dv_ptr + offsets, gradients.dv, stored, start == CHAIN, False)
+            if gradients.dk is not None:
+                put_aside(dk_ptr + offsets, gradients.dk, stored, start == CHAIN, False)
+            if gradients.dv is not None:
+                put_aside(dv_ptr + offsets, gradients.dv, stored, start == CHAIN, False)
+            none = no_gradients(HALF_N, D, k.dtype, layouts, resident.PART)
             chain, mask = _step(
-                start, num_tiles, no_gradients(HALF_N, D, k.dtype, layouts), mask, k, v, tile, tiles,
+                start, num_tiles, none, mask, k, v, tile, tiles,
                 scale, layouts, sums, inside, first_q_block, MASK, block_tiles, SPLITS,
             )  # fmt: skip
             for n in range(start + 1, gl.minimum(start + CHAIN, num_tiles)):
@@ -167,12 +172,15 @@ def _attend(
         sums.finish(num_tiles - 1)
     dk = gradients.dk
     dv = gradients.dv
-    if CHAIN > 0:
-        aside = stored & (num_tiles > CHAIN)
-        dk += gl.load(dk_ptr + offsets, mask=aside, other=0.0, cache_modifier=".cg")
-        dv += gl.load(dv_ptr + offsets, mask=aside, other=0.0, cache_modifier=".cg")
-    gl.store(dk_ptr + offsets, dk, mask=stored)
-    gl.store(dv_ptr + offsets, dv, mask=stored)
+    aside = stored & (num_tiles > CHAIN)
+    if dk is not None:
+        if CHAIN > 0:
+            dk += gl.load(dk_ptr + offsets, mask=aside, other=0.0, cache_modifier=".cg")
+        gl.store(dk_ptr + offsets, dk, mask=stored)
+    if dv is not None:
+        if CHAIN > 0:
+            dv += gl.load(dv_ptr + offsets, mask=aside, other=0.0, cache_modifier=".cg")
+        gl.store(dv_ptr + offsets, dv, mask=stored)
 
 
 @gluon.jit(do_not_specialize=["rank"])
@@ -184,7 +192,8 @@ def _column_kernel(
     # The index, and visible ranges
     member, columns, column_ptr, starts_desc, q_block_bounds,
     ptr_len, column_len, local_blocks, softmax_scale, rank, world, inner,
-    HEADS: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    GRAD_OUT_STAGES: gl.constexpr, PART: gl.constexpr,
     SPLITS: gl.constexpr, RANGES: gl.constexpr, BY_HEAD: gl.constexpr, CHAIN: gl.constexpr,
 ):  # fmt: skip
     # The first columns are seen by the most queries: start them first, of all heads. In one pass, of each
@@ -221,8 +230,9 @@ def _column_kernel(
     line = (batch_head * SPLITS + split) * column_len + first
 
     shared = allocate_tiles(
-        q_desc, grad_out_desc, k_desc, v_desc, lse_desc, dq_desc, BLOCK // 2, D, STAGES, RANGES
-    )
+        q_desc, grad_out_desc, k_desc, v_desc, lse_desc, dq_desc, BLOCK // 2, D, STAGES, GRAD_OUT_STAGES,
+        RANGES, PART,
+    )  # fmt: skip
     descs = QueryDescriptors(q_desc, grad_out_desc, lse_desc, delta_desc, starts_desc)
     # Without the queries' gradient there are no warps that add to it.
     WORKERS: gl.constexpr = 2 if dq_desc is None else 4
@@ -231,12 +241,12 @@ def _column_kernel(
             (_attend, (
                 dk_ptr, dv_ptr, columns, member, shared,
                 line, first, end, first_q_block, rank, world, inner, num_tiles, softmax_scale,
-                0, BLOCK, SPLITS, RANGES, CHAIN,
+                HEAD_DIM, 0, BLOCK, SPLITS, RANGES, CHAIN,
             )),
             (_attend, (
                 dk_ptr, dv_ptr, columns, member, shared,
                 line, first, end, first_q_block, rank, world, inner, num_tiles, softmax_scale,
-                1, BLOCK, SPLITS, RANGES, CHAIN,
+                HEAD_DIM, 1, BLOCK, SPLITS, RANGES, CHAIN,
             )),
             (_load, (
                 descs, k_desc, v_desc, shared, batch, head, line_of_head,
@@ -262,35 +272,37 @@ def backward_columns(inputs: BackwardInputs, column_kv: Tensor, rank: int) -> Te
     splits = column_splits(index, batch * heads, block)
     shape = (2, batch, heads, splits, num_columns, dim)
     gradients = torch.empty(shape, dtype=torch.float32, device=query.device)
-    half = [1, 1, block // 2, dim]
+    half = [1, 1, block // 2, tile_dim(dim)]
     by_head = query_sums is not None
     tiles, lines = cdiv(num_columns, block), batch * heads
-    launch(
-        _column_kernel,
-        (splits, tiles, lines) if by_head else (splits, lines, tiles),
-        **query_arguments(inputs),
-        **key_descriptors(*column_kv.unbind(), half, query_sums, descriptor_heads_first),
-        dk_ptr=gradients[0],
-        dv_ptr=gradients[1],
-        member=index.member,
-        columns=index.columns,
-        column_ptr=index.column_ptr,
-        **range_arguments(index, rank),
-        ptr_len=index.column_ptr.shape[-1],
-        column_len=num_columns,
-        local_blocks=index.local_blocks,
-        rank=rank,
-        world=index.world,
-        inner=index.inner,
-        HEADS=heads,
-        D=dim,
-        BLOCK=block,
-        STAGES=3,
-        SPLITS=splits,
-        RANGES=index.visible is not None,
-        BY_HEAD=by_head,
-        CHAIN=chain_tiles(cdiv(index.local_blocks, splits) * (block // BLOCK_M)),
-        num_warps=4,
-        maxnreg=168,
-    )
+    for part in part_arguments(dim):
+        launch(
+            _column_kernel,
+            (splits, tiles, lines) if by_head else (splits, lines, tiles),
+            **query_arguments(inputs),
+            **key_descriptors(*column_kv.unbind(), half, query_sums, descriptor_heads_first),
+            dk_ptr=gradients[0],
+            dv_ptr=gradients[1],
+            member=index.member,
+            columns=index.columns,
+            column_ptr=index.column_ptr,
+            **range_arguments(index, rank),
+            ptr_len=index.column_ptr.shape[-1],
+            column_len=num_columns,
+            local_blocks=index.local_blocks,
+            rank=rank,
+            world=index.world,
+            inner=index.inner,
+            HEADS=heads,
+            HEAD_DIM=dim,
+            D=tile_dim(dim),
+            BLOCK=block,
+            **part,
+            SPLITS=splits,
+            RANGES=index.visible is not None,
+            BY_HEAD=by_head,
+            CHAIN=chain_tiles(cdiv(index.local_blocks, splits) * (block // BLOCK_M)),
+            num_warps=4,
+            maxnreg=168,
+        )
     return gradients

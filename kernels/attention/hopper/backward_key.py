@@ -8,6 +8,7 @@ compute (:mod:`.key_gradients`). The gathered columns have a kernel of their own
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -22,10 +23,12 @@ from ..backward_path import chunk_blocks, chunks, gpu_of
 from ..launch_args import BLOCK_DISTANCES, block_distances, chain_tiles, partial_sums
 from ..operands import BackwardInputs, StepKeys
 from ..portable.columns import invert_columns
+from .descriptors import tile_dim
 from .key_common import (
     QueryDescriptors,
     allocate_tiles,
     key_descriptors,
+    part_arguments,
     query_arguments,
     range_arguments,
 )
@@ -82,8 +85,9 @@ def _key_kernel(
     # In one launch the first of several, each with the key blocks up to its own place and kv_ahead.
     first_q_block, chunk_blocks, kv_ahead,
     residue_00, wrap_00, residue_01, wrap_01, residue_10, wrap_10, residue_11, wrap_11,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
-    STAGES: gl.constexpr, SPLITS: gl.constexpr, DIAGONAL: gl.constexpr, COLUMNS: gl.constexpr,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
+    STAGES: gl.constexpr, GRAD_OUT_STAGES: gl.constexpr, PART: gl.constexpr,
+    SPLITS: gl.constexpr, DIAGONAL: gl.constexpr, COLUMNS: gl.constexpr,
     ACCUMULATE: gl.constexpr, CHAIN: gl.constexpr, LISTS: gl.constexpr, RANGES: gl.constexpr,
     CHUNKS: gl.constexpr, ONE_LAUNCH: gl.constexpr, GROUP_SIZE: gl.constexpr,
 ):  # fmt: skip
@@ -147,8 +151,9 @@ def _key_kernel(
     num_tiles = gl.maximum(num_tiles, 1)
 
     shared = allocate_tiles(
-        q_desc, grad_out_desc, k_desc, v_desc, lse_desc, dq_desc, BLOCK // 2, D, STAGES, RANGES
-    )
+        q_desc, grad_out_desc, k_desc, v_desc, lse_desc, dq_desc, BLOCK // 2, D, STAGES, GRAD_OUT_STAGES,
+        RANGES, PART,
+    )  # fmt: skip
     descs = QueryDescriptors(q_desc, grad_out_desc, lse_desc, delta_desc, starts_desc)
     # Without the queries' gradient there are no warps that add to it.
     WORKERS: gl.constexpr = 2 if dq_desc is None else 4
@@ -156,11 +161,13 @@ def _key_kernel(
         [
             (attend, (
                 results, shared, column_len, num_tiles, key_len, softmax_scale, first_position,
-                0, HEADS, GROUP, BLOCK, SPLITS, DIAGONAL, COLUMNS, ACCUMULATE, CHAIN, RANGES, ONE_LAUNCH,
+                HEAD_DIM, 0, HEADS, GROUP, BLOCK, SPLITS, DIAGONAL, COLUMNS, ACCUMULATE, CHAIN, RANGES,
+                ONE_LAUNCH,
             )),
             (attend, (
                 results, shared, column_len, num_tiles, key_len, softmax_scale, first_position,
-                1, HEADS, GROUP, BLOCK, SPLITS, DIAGONAL, COLUMNS, ACCUMULATE, CHAIN, RANGES, ONE_LAUNCH,
+                HEAD_DIM, 1, HEADS, GROUP, BLOCK, SPLITS, DIAGONAL, COLUMNS, ACCUMULATE, CHAIN, RANGES,
+                ONE_LAUNCH,
             )),
             (load_queries, (
                 descs, k_desc, v_desc, shared, index, end_q_block, HEADS, GROUP, BLOCK, DIAGONAL,
@@ -232,7 +239,7 @@ def backward_key(
     _, batch, heads, dim = query.shape
     kv_heads, block = key.shape[2], index.block_size
     group = heads // kv_heads
-    half = [1, 1, block // 2, dim]
+    half = [1, 1, block // 2, tile_dim(dim)]
     column_dk, column_dv, column_entries = inputs.lse, inputs.lse, index.columns  # not read
     splits, num_columns = 1, 0
     if column_gradients is not None:
@@ -258,7 +265,7 @@ def backward_key(
     packed = index.visible is not None
     # A chain ends past the diagonal tiles.
     chain = chain_tiles(2 * index.local_blocks * group, 4 * group)
-    for each in launches:
+    for each, part in itertools.product(launches, part_arguments(dim)):
         is_last = each is launches[-1]
         shared = turns is not None and not is_last
         result = grad_kv if is_last or accumulator is None else accumulator
@@ -295,9 +302,10 @@ def backward_key(
             **dict(zip(BLOCK_DISTANCES, block_distances(index, ring_step), strict=True)),
             HEADS=heads,
             GROUP=group,
-            D=dim,
+            HEAD_DIM=dim,
+            D=tile_dim(dim),
             BLOCK=block,
-            STAGES=3,
+            **part,
             SPLITS=splits,
             DIAGONAL=each.diagonal,
             COLUMNS=column_gradients is not None and is_last,

@@ -24,9 +24,9 @@ from ...common.launch import launch
 from ...common.tiles import LOG2E
 from ..operands import BackwardInputs, RoundKeys
 from .compat import store_tile, thread_barrier
-from .descriptors import descriptor
-from .global_rows import GlobalRows
-from .item_arguments import item_arguments, key_descriptors, num_programs
+from .descriptors import descriptor, tile_dim
+from .global_rows import GlobalRows, of_rows
+from .item_arguments import item_arguments, key_descriptors, num_programs, stored_by_tma
 from .item_loads import load_keys, load_values
 from .item_tiles import allocate_tiles
 from .masks import CAUSAL, PER_KEY, RANGE, UNMASKED
@@ -49,9 +49,8 @@ def _step(
     keys = tiles.keys
     values = tiles.values
     s_layout: gl.constexpr = lse.type.layout.parent
-    slot = keys.slot(n)
-    k = keys.tile(slot)  # [BLOCK_N, D]
-    v = values.tile(slot)  # [BLOCK_N, D]
+    k = keys.tile(keys.slot(n))  # [BLOCK_N, D]
+    v = values.tile(values.slot(n))  # [BLOCK_N, D]
     HALF_M: gl.constexpr = q.shape[0]
     zero = gl.zeros([HALF_M, keys.ROWS], gl.float32, s_layout)
     scores = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -93,8 +92,8 @@ def _attend(
     # The gradient of the rounds before and of this one
     accumulator,
     grad_q,
-    grad_q_desc,
-    grad_q_buffers,  # [2, 1, 1, HALF_M, D]
+    grad_q_desc,  # or None
+    grad_q_buffers,  # [2, 1, 1, HALF_M, D], with grad_q_desc
     lse_ptr,  # [b, h, query_len]
     delta_ptr,  # [b, h, query_len]
     attended_ptr,  # [b, h, query_len], or None
@@ -102,9 +101,9 @@ def _attend(
     query_len,
     index,
     softmax_scale,
+    HEAD_DIM: gl.constexpr,
     HALF: gl.constexpr,
     FIRST: gl.constexpr,
-    LAST: gl.constexpr,
 ):
     """A computing warpgroup: half of the query rows of each work item."""
     keys = tiles.keys
@@ -150,7 +149,7 @@ def _attend(
             acc_ptr = accumulator.head_ptr(batch_head // index.HEADS, batch_head % index.HEADS)
             acc = gl.load(
                 accumulator.tile(acc_ptr, out_at, d),
-                mask=(out_at < query_len)[:, None],
+                mask=of_rows(out_at < query_len, d, HEAD_DIM),
                 other=0.0,
             )  # [HALF_M, D]
             acc = warpgroup_mma_init(acc * (1.0 / softmax_scale))
@@ -196,7 +195,7 @@ def _attend(
         acc, ds = warpgroup_mma_wait(0, deps=[acc, ds])
         keys.release(n - 1)
         acc = acc * softmax_scale
-        if LAST:
+        if grad_q_desc is not None:
             # The previous item's store has read the buffer: it had this item's time.
             tma.store_wait(0)
             thread_barrier()
@@ -208,9 +207,13 @@ def _attend(
             out_at = start + gl.arange(0, HALF_M, layout=out_rows)
             d = gl.arange(0, D, layout=gl.SliceLayout(0, o_layout))
             grad_q_ptr = grad_q.head_ptr(batch_head // index.HEADS, batch_head % index.HEADS)
-            gl.store(grad_q.tile(grad_q_ptr, out_at, d), acc, mask=(out_at < query_len)[:, None])
+            gl.store(
+                grad_q.tile(grad_q_ptr, out_at, d),
+                acc,
+                mask=of_rows(out_at < query_len, d, HEAD_DIM),
+            )
         item, item_keys = tiles.channel.receive(turn, 4)
-    if LAST:
+    if grad_q_desc is not None:
         tma.store_wait(0)
 
 
@@ -219,7 +222,7 @@ def _query_kernel(
     work_counter,
     # Operands
     q_desc, grad_out_desc, k_desc, v_desc, column_k_desc, column_v_desc,
-    # The gradient by TMA (in the last round) or by pointers, on top of the rounds before
+    # The gradient by TMA (grad_q_desc may be None) or by pointers, on top of the rounds before
     grad_q_desc, accumulator_ptr, grad_q_ptr,
     lse_ptr, delta_ptr, attended_ptr,
     # Which keys each query block attends to: see RoundIndex
@@ -229,8 +232,9 @@ def _query_kernel(
     stride_dqm, stride_dqb, stride_dqh,
     ptr_len, list_len, column_len, query_len, local_blocks, num_items, softmax_scale,
     round_start, wrap, chunk_rows, rank, world, round_index, outer,
-    INNER: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr,
+    INNER: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
+    D: gl.constexpr, BLOCK: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr, FIRST: gl.constexpr,
     COLUMNS: gl.constexpr, LISTS: gl.constexpr, RANGES: gl.constexpr,
 ):  # fmt: skip
     index = RoundIndex(
@@ -242,10 +246,20 @@ def _query_kernel(
         RANGES=RANGES, FIRST=FIRST, MARKS=False,
     )  # fmt: skip
     tiles = allocate_tiles(
-        q_desc, grad_out_desc, k_desc, v_desc, BLOCK, BLOCK_N, D, STAGES, RANGES, False
+        q_desc,
+        grad_out_desc,
+        k_desc,
+        v_desc,
+        BLOCK,
+        BLOCK_N,
+        D,
+        STAGES,
+        VALUE_STAGES,
+        RANGES,
+        False,
     )
-    grad_q_buffers = tiles.queries.q
-    if LAST:
+    grad_q_buffers = tiles.queries.q  # not written
+    if grad_q_desc is not None:
         grad_q_buffers = gl.allocate_shared_memory(
             q_desc.dtype, [2, 1, 1, BLOCK // 2, D], grad_q_desc.layout
         )
@@ -255,11 +269,11 @@ def _query_kernel(
         [
             (_attend, (
                 tiles, accumulator, grad_q, grad_q_desc, grad_q_buffers, lse_ptr, delta_ptr,
-                attended_ptr, first_keys, query_len, index, softmax_scale, 0, FIRST, LAST,
+                attended_ptr, first_keys, query_len, index, softmax_scale, HEAD_DIM, 0, FIRST,
             )),
             (_attend, (
                 tiles, accumulator, grad_q, grad_q_desc, grad_q_buffers, lse_ptr, delta_ptr,
-                attended_ptr, first_keys, query_len, index, softmax_scale, 1, FIRST, LAST,
+                attended_ptr, first_keys, query_len, index, softmax_scale, HEAD_DIM, 1, FIRST,
             )),
             (load_keys, (work_counter, tiles, q_desc, grad_out_desc, k_desc, column_k_desc, index)),
             (load_values, (tiles, v_desc, column_v_desc, index)),
@@ -278,7 +292,7 @@ def backward_query(
 ) -> None:
     """:func:`...attention.backward_query` into ``grad_query``, which may be the accumulator."""
     query, index = inputs.query, inputs.index
-    half = [1, 1, index.block_size // 2, query.shape[3]]
+    half = [1, 1, index.block_size // 2, tile_dim(query.shape[3])]
     acc_in = grad_query if accumulator is None else accumulator
     first, end = index.local_blocks * head_range.start, index.local_blocks * head_range.stop
     launch(
@@ -288,7 +302,7 @@ def backward_query(
         q_desc=descriptor(query, half),
         grad_out_desc=descriptor(inputs.grad_out, half),
         **key_descriptors(keys, index),
-        grad_q_desc=descriptor(grad_query if keys.round.last else query, half),
+        grad_q_desc=descriptor(grad_query, half) if stored_by_tma(grad_query, keys) else None,
         accumulator_ptr=acc_in,
         grad_q_ptr=grad_query,
         lse_ptr=inputs.lse,
@@ -300,5 +314,7 @@ def backward_query(
         stride_dqm=grad_query.stride(0),
         stride_dqb=grad_query.stride(1),
         stride_dqh=grad_query.stride(2),
+        # Values are read early in a tile, keys to its end. Two of each fit with heads of up to 128.
+        VALUE_STAGES=2 if query.shape[3] <= 128 else 1,
         **item_arguments(query, keys, index, end, inputs.softmax_scale),
     )

@@ -12,13 +12,19 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ...common.launch import launches_directly
+from ...common.launch import launches_directly, next_power_of_2
 
 _DTYPES = {
     torch.bfloat16: gl.bfloat16,
     torch.float16: gl.float16,
     torch.float32: gl.float32,
 }
+
+
+def tile_dim(head_dim: int) -> int:
+    """Elements of a tile's rows: the head dimension, or the next power of two. Tiles are loaded with zeros
+    past the head dimension, and stored without what is there."""
+    return next_power_of_2(head_dim)
 
 
 def descriptor(

@@ -25,9 +25,9 @@ from ...common.tiles import LN2, LOG2E
 from ..launch_args import mark_arguments
 from ..operands import ForwardInputs
 from .compat import Pointer, Scalar, Value, aggregate, store_tile, thread_barrier
-from .descriptors import descriptor
-from .global_rows import GlobalRows
-from .item_arguments import item_arguments, key_descriptors, num_programs
+from .descriptors import descriptor, tile_dim
+from .global_rows import GlobalRows, of_rows
+from .item_arguments import item_arguments, key_descriptors, num_programs, stored_by_tma
 from .item_loads import load_keys, load_values
 from .item_tiles import allocate_tiles
 from .masks import CAUSAL, PER_KEY, RANGE, UNMASKED
@@ -153,14 +153,15 @@ def _attend(
     # Out of the rounds before and of this one
     accumulator,
     out,
-    out_desc,
-    out_buffers,  # [2, 1, 1, HALF_M, D]
+    out_desc,  # or None
+    out_buffers,  # [2, 1, 1, HALF_M, D], with out_desc
     lse_ptr,  # [b, h, query_len]
     first_keys,  # [b, query_len]
     least_share_ptr,  # [b], read with marks
     query_len,
     index,
     softmax_scale,
+    HEAD_DIM: gl.constexpr,
     HALF: gl.constexpr,
     FIRST: gl.constexpr,
     LAST: gl.constexpr,
@@ -212,7 +213,7 @@ def _attend(
             acc_ptr = accumulator.head_ptr(batch, head)
             acc = gl.load(
                 accumulator.tile(acc_ptr, out_at, d),
-                mask=(out_at < query_len)[:, None],
+                mask=of_rows(out_at < query_len, d, HEAD_DIM),
                 other=0.0,
             )  # [HALF_M, D]
             m = gl.load(lse, mask=rows < query_len, other=0.0) * LOG2E
@@ -289,7 +290,7 @@ def _attend(
         # A row without any weight so far is stored as 0, and is NaN only if it has none at the end.
         weight = l if LAST else gl.where(l == 0.0, 1.0, l)
         acc = acc * gl.convert_layout(1.0 / weight, out_rows)[:, None]
-        if LAST:
+        if out_desc is not None:
             # The previous item's store has read the buffer: it had this item's time.
             tma.store_wait(0)
             thread_barrier()
@@ -301,9 +302,11 @@ def _attend(
             out_at = start + gl.arange(0, HALF_M, layout=out_rows)
             d = gl.arange(0, D, layout=gl.SliceLayout(0, o_layout))
             out_ptr = out.head_ptr(batch, head)
-            gl.store(out.tile(out_ptr, out_at, d), acc, mask=(out_at < query_len)[:, None])
+            gl.store(
+                out.tile(out_ptr, out_at, d), acc, mask=of_rows(out_at < query_len, d, HEAD_DIM)
+            )
         item, item_keys = tiles.channel.receive(turn, 4)
-    if LAST:
+    if out_desc is not None:
         tma.store_wait(0)
 
 
@@ -312,7 +315,7 @@ def _forward_kernel(
     work_counter,
     # Operands
     q_desc, k_desc, v_desc, column_k_desc, column_v_desc,
-    # Results: out by TMA (in the last round) or by pointers, on top of the rounds before
+    # Results: out by TMA (out_desc may be None) or by pointers, on top of the rounds before
     out_desc, accumulator_ptr, out_ptr, lse_ptr,
     # Which keys each query block attends to: see RoundIndex
     block_ptr, block_list, member, columns, column_ptr, first_keys, kv_block_bounds,
@@ -323,7 +326,8 @@ def _forward_kernel(
     stride_om, stride_ob, stride_oh,
     ptr_len, list_len, column_len, query_len, local_blocks, num_items, softmax_scale,
     round_start, wrap, chunk_rows, rank, world, round_index, outer,
-    INNER: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
+    INNER: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
+    D: gl.constexpr, BLOCK: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr,
     COLUMNS: gl.constexpr, LISTS: gl.constexpr, RANGES: gl.constexpr,
     MARKS: gl.constexpr,
@@ -336,9 +340,11 @@ def _forward_kernel(
         INNER=INNER, HEADS=HEADS, GROUP=GROUP, BLOCK=BLOCK, BLOCK_N=BLOCK_N, COLUMNS=COLUMNS, LISTS=LISTS,
         RANGES=RANGES, FIRST=FIRST, MARKS=MARKS,
     )  # fmt: skip
-    tiles = allocate_tiles(q_desc, None, k_desc, v_desc, BLOCK, BLOCK_N, D, STAGES, RANGES, MARKS)
-    out_buffers = tiles.queries.q
-    if LAST:
+    tiles = allocate_tiles(
+        q_desc, None, k_desc, v_desc, BLOCK, BLOCK_N, D, STAGES, STAGES, RANGES, MARKS
+    )
+    out_buffers = tiles.queries.q  # not written
+    if out_desc is not None:
         out_buffers = gl.allocate_shared_memory(
             q_desc.dtype, [2, 1, 1, BLOCK // 2, D], out_desc.layout
         )
@@ -348,11 +354,11 @@ def _forward_kernel(
         [
             (_attend, (
                 tiles, accumulator, out, out_desc, out_buffers, lse_ptr, first_keys,
-                least_share_ptr, query_len, index, softmax_scale, 0, FIRST, LAST,
+                least_share_ptr, query_len, index, softmax_scale, HEAD_DIM, 0, FIRST, LAST,
             )),
             (_attend, (
                 tiles, accumulator, out, out_desc, out_buffers, lse_ptr, first_keys,
-                least_share_ptr, query_len, index, softmax_scale, 1, FIRST, LAST,
+                least_share_ptr, query_len, index, softmax_scale, HEAD_DIM, 1, FIRST, LAST,
             )),
             (load_keys, (work_counter, tiles, q_desc, None, k_desc, column_k_desc, index)),
             (load_values, (tiles, v_desc, column_v_desc, index)),
@@ -366,7 +372,7 @@ def forward(inputs: ForwardInputs, out: Tensor) -> None:
     """:func:`...attention.forward` into ``out``, which may be the accumulator."""
     query, keys, index, accumulator = inputs.query, inputs.keys, inputs.index, inputs.accumulator
     _, batch, heads, dim = query.shape
-    half = [1, 1, index.block_size // 2, dim]
+    half = [1, 1, index.block_size // 2, tile_dim(dim)]
     acc_in = out if accumulator is None else accumulator
     num_items = index.local_blocks * batch * heads
     launch(
@@ -375,7 +381,7 @@ def forward(inputs: ForwardInputs, out: Tensor) -> None:
         work_counter=work_counter(0, query.device),
         q_desc=descriptor(query, half),
         **key_descriptors(keys, index),
-        out_desc=descriptor(out if keys.round.last else query, half),
+        out_desc=descriptor(out, half) if stored_by_tma(out, keys) else None,
         accumulator_ptr=acc_in,
         out_ptr=out,
         lse_ptr=inputs.lse,
@@ -386,5 +392,6 @@ def forward(inputs: ForwardInputs, out: Tensor) -> None:
         stride_om=out.stride(0),
         stride_ob=out.stride(1),
         stride_oh=out.stride(2),
+        LAST=keys.round.last,
         **item_arguments(query, keys, index, num_items, inputs.softmax_scale),
     )

@@ -26,3 +26,13 @@ class GlobalRows:
     def tile(self, head_ptr, rows, d):
         """Pointers to rows of a head: [rows, d]."""
         return head_ptr + rows.to(gl.int64)[:, None] * self.stride_m + d[None, :]
+
+
+@gluon.jit
+def of_rows(mask, d, HEAD_DIM: gl.constexpr):
+    """A mask of rows, [n], as one of their elements d, [n, D]: those past the head dimension are only in
+    tiles."""
+    mask = mask[:, None]
+    if d.shape[0] > HEAD_DIM:
+        mask = mask & (d < HEAD_DIM)[None, :]
+    return mask

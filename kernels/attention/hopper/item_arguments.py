@@ -12,7 +12,7 @@ from torch import Tensor
 from ...types import PatternOperand
 from ..launch_args import round_arguments
 from ..operands import RoundKeys
-from .descriptors import chunk_rows, descriptor_heads_first, gathered_descriptor
+from .descriptors import chunk_rows, descriptor_heads_first, gathered_descriptor, tile_dim
 
 
 @functools.cache
@@ -26,17 +26,24 @@ def num_programs(tensor, num_items: int) -> int:
 
 
 TILE_BYTES = 32 * 1024
-"""Of a tile of keys or of values, at most; two of each are in shared memory, beside queries and results."""
+"""Of a tile of keys or of values, at most. Two of each are in shared memory, beside queries and results; with
+heads of 256 not all of that fits (:func:`stored_by_tma`, ``backward_query.py``)."""
 
 
 def tile_keys(key: Tensor, block: int) -> int:
     """Keys of a tile: a whole block, where it is not larger than ``TILE_BYTES``."""
-    return min(block, TILE_BYTES // (key.shape[-1] * key.element_size()))
+    return min(block, TILE_BYTES // (tile_dim(key.shape[-1]) * key.element_size()))
+
+
+def stored_by_tma(result: Tensor, keys: RoundKeys) -> bool:
+    """Whether a result [s, b, h, d] is stored from shared memory: in the last round, which has it in 16 bits,
+    where there is room for it."""
+    return keys.round.last and result.shape[-1] <= 128
 
 
 def key_descriptors(keys: RoundKeys, index: PatternOperand) -> dict[str, Any]:
     """Arguments of both kernels: descriptors of a round's keys and values."""
-    block_shape = [1, 1, tile_keys(keys.key, index.block_size), keys.key.shape[-1]]
+    block_shape = [1, 1, tile_keys(keys.key, index.block_size), tile_dim(keys.key.shape[-1])]
     k, v = (gathered_descriptor(tensor, block_shape) for tensor in (keys.key, keys.value))
     column_k, column_v = k, v  # not read
     if keys.column_kv is not None:
@@ -65,10 +72,10 @@ def item_arguments(
         softmax_scale=softmax_scale,
         chunk_rows=chunk_rows(key),
         GROUP=index.columns.shape[1] // key.shape[3],
-        D=key.shape[-1],
+        HEAD_DIM=key.shape[-1],
+        D=tile_dim(key.shape[-1]),
         BLOCK_N=tile_keys(key, index.block_size),
         STAGES=2,
-        LAST=round_.last,
         COLUMNS=keys.column_kv is not None,
         num_warps=4,
         maxnreg=168,

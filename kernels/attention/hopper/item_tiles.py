@@ -161,7 +161,8 @@ def allocate_tiles(
     BLOCK: gl.constexpr,
     BLOCK_N: gl.constexpr,
     D: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr,  # of keys
+    VALUE_STAGES: gl.constexpr,
     RANGES: gl.constexpr,
     MARKS: gl.constexpr,
 ):
@@ -171,21 +172,22 @@ def allocate_tiles(
     if grad_out_desc is not None:
         grad_out = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK // 2, D], q_desc.layout)
     k = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
-    v = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], v_desc.layout)
+    v = gl.allocate_shared_memory(dtype, [VALUE_STAGES, 1, 1, BLOCK_N, D], v_desc.layout)
     channel = allocate_channel(RANGES, MARKS)
     q_full = allocate_barriers(1)
     q_empty = allocate_barriers(1)
     k_full = allocate_barriers(STAGES)
-    v_full = allocate_barriers(STAGES)
+    v_full = allocate_barriers(VALUE_STAGES)
     k_empty = allocate_barriers(STAGES)
-    v_empty = allocate_barriers(STAGES)
+    v_empty = allocate_barriers(VALUE_STAGES)
     # A load arrives once, at a full barrier. Both computing warpgroups arrive at an empty one.
     mbarrier.init(q_full.of(0), count=1)
     mbarrier.init(q_empty.of(0), count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.of(i), count=1)
-        mbarrier.init(v_full.of(i), count=1)
         mbarrier.init(k_empty.of(i), count=2)
+    for i in gl.static_range(VALUE_STAGES):
+        mbarrier.init(v_full.of(i), count=1)
         mbarrier.init(v_empty.of(i), count=2)
     mask_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     masks = gl.allocate_shared_memory(gl.float32, [2 * STAGES, BLOCK_N], mask_layout)

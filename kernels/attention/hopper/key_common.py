@@ -4,6 +4,9 @@
 A program keeps 128 keys, 64 for each of two computing warpgroups, with their gradients in registers. A warp
 loads query tiles of 64 rows, which the warpgroups walk. Scores are computed transposed, keys in rows, so that
 probabilities and their gradients are operands in place.
+
+Of heads of 256 only one of the two gradients fits the registers: a launch makes those of the values, and a
+second one those of the keys. That is one product of scores more.
 """
 
 from __future__ import annotations
@@ -26,17 +29,33 @@ from ...common.tiles import LOG2E
 from ...types import PatternOperand
 from ..operands import BackwardInputs
 from .compat import Descriptor, SharedMemory, Value, aggregate, load_tile
-from .descriptors import descriptor, line_descriptor, sums_descriptor
+from .descriptors import descriptor, line_descriptor, sums_descriptor, tile_dim
 from .masks import CAUSAL, CAUSAL_RANGE, PER_KEY, RANGE
 from .pipeline import Barriers, allocate_barriers
 from .query_sums import BLOCK_M, QuerySums, allocate_sums
+
+BOTH = gl.constexpr(0)
+"""Of a kernel's constant ``PART``: the gradients of keys and values, or one of them."""
+VALUES = gl.constexpr(1)
+KEYS = gl.constexpr(2)
+
+
+def part_arguments(dim: int) -> list[dict[str, int]]:
+    """Arguments of each launch of both kernels: what it makes, and how many tiles of queries and of grad_out
+    are in shared memory. The gradient of values reads grad_out last, that of keys reads the queries last."""
+    if dim <= 128:
+        return [dict(PART=BOTH.value, STAGES=3, GRAD_OUT_STAGES=3)]
+    return [
+        dict(PART=VALUES.value, STAGES=2, GRAD_OUT_STAGES=2),
+        dict(PART=KEYS.value, STAGES=2, GRAD_OUT_STAGES=1),
+    ]
 
 
 def query_arguments(inputs: BackwardInputs) -> dict[str, Any]:
     """Arguments of both kernels: descriptors of the query tiles, of their log-sum-exp and delta, and the
     factor of the scores."""
     width = BLOCK_M.value
-    shape = [1, 1, width, inputs.query.shape[-1]]
+    shape = [1, 1, width, tile_dim(inputs.query.shape[-1])]
     return dict(
         q_desc=descriptor(inputs.query, shape),
         grad_out_desc=descriptor(inputs.grad_out, shape),
@@ -55,7 +74,7 @@ def key_descriptors(
 ) -> dict[str, TensorDescriptor | None]:
     """Arguments of both kernels: descriptors of halves of the keys, by ``describe``, and of halves of the
     queries' gradient, ``query_gradient.new_query_sums``, if there is one."""
-    dim = key.shape[-1]
+    dim = tile_dim(key.shape[-1])
     # In rows of half the head dimension, as its halves are multiplied by different warpgroups.
     swizzle = None if query_sums is None else dim
     dq_desc = None
@@ -90,19 +109,22 @@ class ResidentKeys:
     """The keys and values of a program: [2, 1, 1, HALF_N, D], a half for each computing warpgroup."""
 
     k: SharedMemory
-    v: SharedMemory
+    v: SharedMemory  # the keys again, if PART is VALUES
     full: SharedMemory  # an mbarrier, used once
     HALF_N: gl.constexpr
     D: gl.constexpr
+    PART: gl.constexpr
 
     @gluon.jit
     def load(self, k_desc, v_desc, batch, head, start):
         """Load the keys and values from row ``start`` of a head on."""
-        mbarrier.expect(self.full, 4 * self.HALF_N * self.D * 2)
+        operands: gl.constexpr = 1 if self.PART == VALUES else 2
+        mbarrier.expect(self.full, 2 * operands * self.HALF_N * self.D * 2)
         for half in gl.static_range(2):
             at = [batch, head, start + half * self.HALF_N, 0]
             load_tile(k_desc, at, self.full, self.k.index(half))
-            load_tile(v_desc, at, self.full, self.v.index(half))
+            if self.PART != VALUES:
+                load_tile(v_desc, at, self.full, self.v.index(half))
 
 
 @aggregate
@@ -111,16 +133,18 @@ class QueryTiles:
     numbered over a program's whole life."""
 
     q: SharedMemory  # [STAGES, 1, 1, BLOCK_M, D]
-    grad_out: SharedMemory  # [STAGES, 1, 1, BLOCK_M, D]
+    grad_out: SharedMemory  # [GRAD_OUT_STAGES, 1, 1, BLOCK_M, D]
     lse: SharedMemory  # float32 [STAGES, 1, BLOCK_M]
-    delta: SharedMemory  # float32 [STAGES, 1, BLOCK_M]
+    delta: SharedMemory  # float32 [GRAD_OUT_STAGES, 1, BLOCK_M]
     q_full: Barriers  # queries, lse and starts have landed
     grad_out_full: Barriers  # grad_out and delta have landed
     empty: Barriers  # both warpgroups have released the tile
+    grad_out_empty: Barriers  # and its grad_out, if AHEAD
     starts: SharedMemory  # float32 [STAGES, 1, BLOCK_M]: the first keys that rows see
     D: gl.constexpr
     STAGES: gl.constexpr
     RANGES: gl.constexpr
+    AHEAD: gl.constexpr  # whether grad_out is released ahead of the queries, as there is one buffer
 
     @gluon.jit
     def load(self, n, descs, batch, head, batch_head, row):
@@ -133,10 +157,22 @@ class QueryTiles:
         load_tile(descs.lse, [batch_head, row], full, self.lse.index(slot))
         if self.RANGES:
             load_tile(descs.starts, [batch, row], full, self.starts.index(slot))
+        if self.AHEAD:
+            self.grad_out_empty.wait_previous(n)
+        slot = n % self.grad_out_full.STAGES
         full = self.grad_out_full.of(n)
         mbarrier.expect(full, BLOCK_M * self.D * 2 + BLOCK_M * 4)
         load_tile(descs.grad_out, [batch, head, row, 0], full, self.grad_out.index(slot))
         load_tile(descs.delta, [batch_head, row], full, self.delta.index(slot))
+
+    @gluon.jit
+    def skip(self, n):
+        """Release tile n unread. Its queries have landed."""
+        if self.AHEAD:
+            # Only now has the other warpgroup released the tile before.
+            self.grad_out_full.wait(n)
+            self.grad_out_empty.arrive(n)
+        self.empty.arrive(n)
 
 
 @aggregate
@@ -179,33 +215,47 @@ def allocate_tiles(
     HALF_N: gl.constexpr,
     D: gl.constexpr,
     STAGES: gl.constexpr,
+    GRAD_OUT_STAGES: gl.constexpr,
     RANGES: gl.constexpr,
+    PART: gl.constexpr,
 ):
     """Shared memory and barriers of a program."""
     dtype: gl.constexpr = q_desc.dtype
     k = gl.allocate_shared_memory(dtype, [2, 1, 1, HALF_N, D], k_desc.layout)
-    v = gl.allocate_shared_memory(dtype, [2, 1, 1, HALF_N, D], v_desc.layout)
+    v = k
+    if PART != VALUES:
+        v = gl.allocate_shared_memory(dtype, [2, 1, 1, HALF_N, D], v_desc.layout)
     q = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, D], q_desc.layout)
-    grad_out = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, D], grad_out_desc.layout)
+    grad_out = gl.allocate_shared_memory(
+        dtype, [GRAD_OUT_STAGES, 1, 1, BLOCK_M, D], grad_out_desc.layout
+    )
     lse = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], lse_desc.layout)
-    delta = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], lse_desc.layout)
+    delta = gl.allocate_shared_memory(gl.float32, [GRAD_OUT_STAGES, 1, BLOCK_M], lse_desc.layout)
     starts = delta
     if RANGES:
         starts = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], lse_desc.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_full = allocate_barriers(STAGES)
-    grad_out_full = allocate_barriers(STAGES)
+    grad_out_full = allocate_barriers(GRAD_OUT_STAGES)
     empty = allocate_barriers(STAGES)
+    grad_out_empty = empty
+    AHEAD: gl.constexpr = GRAD_OUT_STAGES < STAGES
+    if AHEAD:
+        grad_out_empty = allocate_barriers(GRAD_OUT_STAGES)
     # A load arrives once, at a full barrier. Both computing warpgroups arrive at an empty one.
     mbarrier.init(kv_full, count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.of(i), count=1)
-        mbarrier.init(grad_out_full.of(i), count=1)
         mbarrier.init(empty.of(i), count=2)
+    for i in gl.static_range(GRAD_OUT_STAGES):
+        mbarrier.init(grad_out_full.of(i), count=1)
+        if AHEAD:
+            mbarrier.init(grad_out_empty.of(i), count=2)
     queries = QueryTiles(
-        q, grad_out, lse, delta, q_full, grad_out_full, empty, starts, D, STAGES, RANGES
+        q, grad_out, lse, delta, q_full, grad_out_full, empty, grad_out_empty, starts, D, STAGES, RANGES,
+        AHEAD,
     )  # fmt: skip
-    resident = ResidentKeys(k, v, kv_full, HALF_N, D)
+    resident = ResidentKeys(k, v, kv_full, HALF_N, D, PART)
     sums = None
     if dq_desc is not None:
         sums = allocate_sums(resident, dq_desc)
@@ -230,7 +280,8 @@ def make_layouts(D: gl.constexpr):
 
 @aggregate
 class KeyGradients:
-    """Gradients of a warpgroup's keys, and what the products in flight into them read."""
+    """Gradients of a warpgroup's keys, and what the products in flight into them read. None of what ``PART``
+    leaves out."""
 
     dk: Value  # [HALF_N, D]
     dv: Value  # [HALF_N, D]
@@ -240,23 +291,40 @@ class KeyGradients:
     @gluon.jit
     def wait(self, in_flight: gl.constexpr):
         """Wait until no more than that many products are in flight."""
-        dk, dv, p, ds = warpgroup_mma_wait(in_flight, deps=[self.dk, self.dv, self.p, self.ds])
+        dk = self.dk
+        dv = self.dv
+        p = self.p
+        ds = self.ds
+        if dk is None:
+            dv, p = warpgroup_mma_wait(in_flight, deps=[dv, p])
+        elif dv is None:
+            dk, ds = warpgroup_mma_wait(in_flight, deps=[dk, ds])
+        else:
+            dk, dv, p, ds = warpgroup_mma_wait(in_flight, deps=[dk, dv, p, ds])
         return KeyGradients(dk, dv, p, ds)
 
 
 @gluon.jit
-def no_gradients(HALF_N: gl.constexpr, D: gl.constexpr, dtype: gl.constexpr, layouts):
+def no_gradients(
+    HALF_N: gl.constexpr, D: gl.constexpr, dtype: gl.constexpr, layouts, PART: gl.constexpr
+):
     """Zero, to add query tiles to."""
     zero = gl.zeros([HALF_N, D], gl.float32, layouts.gradients)
     none = gl.zeros([HALF_N, BLOCK_M], dtype, layouts.operand)
-    return KeyGradients(warpgroup_mma_init(zero), warpgroup_mma_init(zero), none, none)
+    if PART == VALUES:
+        gradients = KeyGradients(None, warpgroup_mma_init(zero), none, None)
+    elif PART == KEYS:
+        gradients = KeyGradients(warpgroup_mma_init(zero), None, None, none)
+    else:
+        gradients = KeyGradients(warpgroup_mma_init(zero), warpgroup_mma_init(zero), none, none)
+    return gradients
 
 
 @gluon.jit
 def key_start(resident, tiles, layouts, HALF: gl.constexpr):
     """Wait for the keys and the first query tile. Returns a warpgroup's keys and values, and zero
     gradients."""
-    gradients = no_gradients(resident.HALF_N, resident.D, resident.k.dtype, layouts)
+    gradients = no_gradients(resident.HALF_N, resident.D, resident.k.dtype, layouts, resident.PART)
     mbarrier.wait(resident.full, 0)
     k = resident.k.index(HALF).reshape([resident.HALF_N, resident.D])
     v = resident.v.index(HALF).reshape([resident.HALF_N, resident.D])
@@ -281,9 +349,12 @@ def key_step(
     """
     dtype: gl.constexpr = tiles.q.dtype
     slot = n % tiles.STAGES
+    grad_out_slot = n % tiles.grad_out_full.STAGES
     phase = tiles.grad_out_full.phase(n)  # computed before the products
     q = tiles.q.index(slot).reshape([BLOCK_M, tiles.D])
-    grad_out = tiles.grad_out.index(slot).reshape([BLOCK_M, tiles.D])
+    grad_out = tiles.grad_out.index(grad_out_slot).reshape([BLOCK_M, tiles.D])
+    dv = gradients.dv
+    dk = gradients.dk
     HALF_N: gl.constexpr = k.shape[0]
     zero = gl.zeros([HALF_N, BLOCK_M], gl.float32, layouts.scores)
     if sums is not None:
@@ -292,8 +363,11 @@ def key_step(
     gradients = gradients.wait(1)
     tiles.empty.arrive(previous + tiles.STAGES, pred=previous >= 0)
     mbarrier.wait(tiles.grad_out_full.of(n), phase)
-    dp = warpgroup_mma(v, grad_out.permute((1, 0)), zero, use_acc=False, is_async=True)
-    scores = warpgroup_mma_wait(1, deps=[scores])
+    if dk is None:
+        scores = warpgroup_mma_wait(0, deps=[scores])
+    else:
+        dp = warpgroup_mma(v, grad_out.permute((1, 0)), zero, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(1, deps=[scores])
     lse = tiles.lse.index(slot).load(layouts.scores) * LOG2E  # [1, BLOCK_M]
     scores = scores * scale - lse
     if MASK == CAUSAL or MASK == CAUSAL_RANGE:
@@ -304,14 +378,20 @@ def key_step(
         starts = tiles.starts.index(slot).load(layouts.scores)  # [1, BLOCK_M]
         scores = gl.where(position[:, None] >= starts, scores, float("-inf"))
     p = gl.exp2(scores)
-    p_operand = gl.convert_layout(p.to(dtype), layouts.operand)
-    dv = warpgroup_mma(p_operand, grad_out, gradients.dv, is_async=True)
-    dp = warpgroup_mma_wait(1, deps=[dp])
-    delta = tiles.delta.index(slot).load(layouts.scores)  # [1, BLOCK_M]
-    if sums is None:
+    p_operand = None
+    ds_operand = None
+    if dv is not None:
+        p_operand = gl.convert_layout(p.to(dtype), layouts.operand)
+        dv = warpgroup_mma(p_operand, grad_out, gradients.dv, is_async=True)
+    if dk is not None:
+        dp = warpgroup_mma_wait(0 if dv is None else 1, deps=[dp])
+        delta = tiles.delta.index(grad_out_slot).load(layouts.scores)  # [1, BLOCK_M]
+    if tiles.AHEAD:
+        tiles.grad_out_empty.arrive(n)
+    if sums is None and dk is not None:
         ds_operand = gl.convert_layout((p * (dp - delta)).to(dtype), layouts.operand)
         dk = warpgroup_mma(ds_operand, q, warpgroup_mma_init(gradients.dk), is_async=True)
-    else:
+    elif sums is not None:
         ds = (p * (dp - delta)).to(dtype)
         sums.put_ds(n, ds)
         ds_operand = gl.convert_layout(ds, layouts.operand)

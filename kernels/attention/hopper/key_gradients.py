@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from ...common.tiles import LOG2E
 from .compat import Pointer, Scalar, aggregate, thread_barrier
+from .global_rows import of_rows
 from .key_common import BLOCK_M, key_start, key_step, make_layouts, no_gradients, put_aside
 from .masks import CAUSAL, CAUSAL_RANGE, RANGE, UNMASKED
 
@@ -41,7 +42,7 @@ def _wait_for(ptr, turn):
 @gluon.jit
 def attend(
     results, shared, column_len, num_tiles, key_len, softmax_scale, first_position,
-    HALF: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr,
+    HEAD_DIM: gl.constexpr, HALF: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr,
     SPLITS: gl.constexpr, DIAGONAL: gl.constexpr, COLUMNS: gl.constexpr, ACCUMULATE: gl.constexpr,
     CHAIN: gl.constexpr, RANGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
@@ -66,14 +67,15 @@ def attend(
     first = 1
     if DIAGONAL:
         # Each head's diagonal block is two tiles: of the first, only the first 64 keys see anything, and
-        # of the second these see everything. A skipped tile is released two ahead of the one in use.
+        # of the second these see everything. A skipped tile is released two ahead of the one in use, where
+        # there are three.
         cols = gl.arange(0, HALF_N, layout=gl.SliceLayout(1, layouts.scores))
         rows = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, layouts.scores))
         causal = gl.where(cols[:, None] <= rows[None, :], 0.0, float("-inf"))  # [HALF_N, BLOCK_M]
         if HALF == 1:
             if sums is not None:
                 sums.put_ds(0, gl.zeros([HALF_N, BLOCK_M], k.dtype, layouts.scores))
-            tiles.empty.arrive(0)
+            tiles.skip(0)
             tiles.q_full.wait(1)
         gradients = key_step(
             HALF, -1, HALF + 1 < num_tiles, gradients, k, v, tiles, scale, causal, position, layouts, sums,
@@ -81,6 +83,7 @@ def attend(
         )  # fmt: skip
         for g in range(1, GROUP):
             n = 2 * g
+            previous = n - 1
             if HALF == 0:
                 gradients = key_step(
                     n - 1, n - 2, True, gradients, k, v, tiles, scale, 0.0, position, layouts, sums, MASK
@@ -90,11 +93,15 @@ def attend(
                     sums.put_ds(n, gl.zeros([HALF_N, BLOCK_M], k.dtype, layouts.scores))
                     gradients = gradients.wait(0)
                     sums.finish(n - 1)
-                tiles.empty.arrive(n)
+                if tiles.STAGES == 2:
+                    gradients = gradients.wait(0)
+                    tiles.empty.arrive(n - 1)
+                    previous = -1
+                tiles.skip(n)
                 tiles.q_full.wait(n + 1)
             gradients = key_step(
-                n + HALF, n - 1, n + HALF + 1 < num_tiles, gradients, k, v, tiles, scale, causal, position,
-                layouts, sums, DIAGONAL_MASK,
+                n + HALF, previous, n + HALF + 1 < num_tiles, gradients, k, v, tiles, scale, causal,
+                position, layouts, sums, DIAGONAL_MASK,
             )  # fmt: skip
         first = 2 * GROUP - 1 + HALF
     else:
@@ -127,11 +134,16 @@ def attend(
     partial_dv = partial_dk + key_len.to(gl.int64) * results.stride_n
     if CHAIN > 0:
         for start in range(CHAIN, num_tiles, CHAIN):
-            mask = inside[:, None]
-            put_aside(partial_dk, gradients.dk * softmax_scale, mask, start == CHAIN, ACCUMULATE)
-            put_aside(partial_dv, gradients.dv, mask, start == CHAIN, ACCUMULATE)
+            mask = of_rows(inside, d, HEAD_DIM)
+            if gradients.dk is not None:
+                put_aside(
+                    partial_dk, gradients.dk * softmax_scale, mask, start == CHAIN, ACCUMULATE
+                )
+            if gradients.dv is not None:
+                put_aside(partial_dv, gradients.dv, mask, start == CHAIN, ACCUMULATE)
+            none = no_gradients(HALF_N, D, k.dtype, layouts, resident.PART)
             chain = key_step(
-                start, start - 1, start + 1 < num_tiles, no_gradients(HALF_N, D, k.dtype, layouts),
+                start, start - 1, start + 1 < num_tiles, none,
                 k, v, tiles, scale, 0.0, position, layouts, sums, MASK,
             )  # fmt: skip
             for n in range(start + 1, gl.minimum(start + CHAIN, num_tiles)):
@@ -150,22 +162,32 @@ def attend(
                 results.column_entries + batch_head * key_len + rows, mask=inside, other=-1
             )
             for split in range(SPLITS):
-                line = ((batch_head * SPLITS + split) * column_len + entry)[:, None] * D + d[
-                    None, :
-                ]
-                dk += gl.load(results.column_dk + line, mask=(entry >= 0)[:, None], other=0.0)
-                dv += gl.load(results.column_dv + line, mask=(entry >= 0)[:, None], other=0.0)
-    dk = dk * softmax_scale
-    if ACCUMULATE or CHAIN > 0:
-        mask = inside[:, None]
-        if not ACCUMULATE:
-            mask = mask & (num_tiles > CHAIN)
-        dk += gl.load(partial_dk, mask=mask, other=0.0, cache_modifier=".cg")
-        dv += gl.load(partial_dv, mask=mask, other=0.0, cache_modifier=".cg")
-    dk = dk.to(dk_ptr.dtype.element_ty)
-    gl.store(dk_ptr + row * results.stride_n + d[None, :], dk, mask=inside[:, None])
-    dv = dv.to(dv_ptr.dtype.element_ty)
-    gl.store(dv_ptr + row * results.stride_n + d[None, :], dv, mask=inside[:, None])
+                line = (batch_head * SPLITS + split) * column_len + entry
+                line = line[:, None] * HEAD_DIM + d[None, :]
+                if dk is not None:
+                    dk += gl.load(
+                        results.column_dk + line, mask=of_rows(entry >= 0, d, HEAD_DIM), other=0.0
+                    )
+                if dv is not None:
+                    dv += gl.load(
+                        results.column_dv + line, mask=of_rows(entry >= 0, d, HEAD_DIM), other=0.0
+                    )
+    stored = of_rows(inside, d, HEAD_DIM)
+    partial = stored
+    if not ACCUMULATE:
+        partial = stored & (num_tiles > CHAIN)
+    PARTIAL: gl.constexpr = ACCUMULATE or CHAIN > 0
+    if dk is not None:
+        dk = dk * softmax_scale
+        if PARTIAL:
+            dk += gl.load(partial_dk, mask=partial, other=0.0, cache_modifier=".cg")
+        dk = dk.to(dk_ptr.dtype.element_ty)
+        gl.store(dk_ptr + row * results.stride_n + d[None, :], dk, mask=stored)
+    if dv is not None:
+        if PARTIAL:
+            dv += gl.load(partial_dv, mask=partial, other=0.0, cache_modifier=".cg")
+        dv = dv.to(dv_ptr.dtype.element_ty)
+        gl.store(dv_ptr + row * results.stride_n + d[None, :], dv, mask=stored)
     if TURNS:
         thread_barrier()  # all threads have stored
         gl.atomic_add(turns, 1, sem="release")

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...common.launch import cdiv, launch
+from .descriptors import tile_dim
 from .query_sums import BLOCK_M
 
 ROWS = BLOCK_M.value
@@ -16,14 +17,14 @@ ROWS = BLOCK_M.value
 
 
 def new_query_sums(query: Tensor) -> Tensor:
-    """Zeros, float32 ``[b * h, rows, 32]``: 2 d rows for each tile of 64 queries, in the order of
+    """Zeros, float32 ``[b * h, rows, 32]``: 2 ``tile_dim`` rows for each tile of 64 queries, in the order of
     ``query_sums._to_rows``.
 
     Args:
         query: ``[s, b, h, d]``.
     """
     length, batch, heads, dim = query.shape
-    rows = cdiv(length, ROWS) * 2 * dim
+    rows = cdiv(length, ROWS) * 2 * tile_dim(dim)
     return torch.zeros(batch * heads, rows, 32, dtype=torch.float32, device=query.device)
 
 
@@ -42,7 +43,8 @@ def finish_query_sums(query_sums: Tensor, query: Tensor, softmax_scale: float) -
         stride_h=grad_query.stride(2),
         softmax_scale=softmax_scale,
         HEADS=heads,
-        D=dim,
+        HEAD_DIM=dim,
+        D=tile_dim(dim),
         BLOCK_M=ROWS,
         num_warps=8,
     )
@@ -59,6 +61,7 @@ def _finish_kernel(
     stride_h,
     softmax_scale,
     HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
@@ -77,4 +80,4 @@ def _finish_kernel(
     at = (tile * BLOCK_M + row).to(tl.int64)
     out = grad_query_ptr + batch_head // HEADS * stride_b + batch_head % HEADS * stride_h
     gradient = (total * softmax_scale).to(grad_query_ptr.dtype.element_ty)
-    tl.store(out + at * stride_m + d, gradient, mask=at < length)
+    tl.store(out + at * stride_m + d, gradient, mask=(at < length) & (d < HEAD_DIM))
