@@ -38,10 +38,9 @@ from . import selection as index
 
 SHOWN = ("op", "impl", "seq", "density", "vertical", "documents", "ms", "tflops", "share_of_cudnn")
 """Of a row, on the screen."""
-IMPLEMENTATIONS = ("mtraining", "flex", "cudnn", "flash")
+IMPLEMENTATIONS = ("mtraining", "flex", "cudnn")
 QUICK = ("mtraining", "cudnn")
-DENSE = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-"""FlashAttention-2, of PyTorch, is run with heads of more than 128 only."""
+DENSE = {"cudnn": SDPBackend.CUDNN_ATTENTION}
 FLEX_SEQ = 65536
 DENSE_SEQ = 131072
 """The longest length that dense attention runs at: beyond it, a run takes seconds."""
@@ -192,7 +191,7 @@ def attention_runs(case: Case, index, implementations, dense_seq: int, device: s
     if "flex" in implementations and fits:
         found["flex"] = (flex_for(index), dense)
     for name in DENSE:
-        if name in implementations and (name == "cudnn" or case.dim > 128):
+        if name in implementations:
             found[name] = (dense_with(DENSE[name]), dense)
     return found
 
