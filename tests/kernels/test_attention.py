@@ -89,7 +89,7 @@ def test_other_head_dims_interpreted(interpreter, seq_length, world, inner, dim,
 
 
 @pytest.mark.gpu
-@pairwise({**PORTABLE_CASES, "dtype": TOLERANCE})
+@pairwise({**PORTABLE_CASES, "dtype": TOLERANCE}, has_backward_path)
 def test_other_head_dims_compiled(monkeypatch, seq_length, world, inner, dim, budget, block, dtype):
     monkeypatch.setenv("MTRAINING_PORTABLE_KERNELS", "1")
     case = seq_length * 4, world, inner, (4, 2), dim, budget, dtype, block, TOLERANCE[dtype]

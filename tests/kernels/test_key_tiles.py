@@ -31,7 +31,7 @@ CASES = [
     (1536, 2, 2, (8, 1), 128, "few", True, False, 64),
     (1152, 3, 1, (4, 2), 64, "columns", True, False, 64),
     (2048, 4, 2, (4, 2), 128, "few", False, True, 32),
-    (1000, 2, 1, (4, 2), 256, "few", True, False, 32),
+    (1024, 2, 1, (4, 2), 256, "few", True, False, 32),
 ]
 parametrize_cases = pytest.mark.parametrize(
     "length, world, inner, heads, dim, budget, packed, lists, keys", CASES
