@@ -428,6 +428,7 @@ def test_a_model_is_converted_trained_on_and_converted_back(tree, tmp_path, monk
     assert row["losses"][2] < row["losses"][0] and row["held_out_after"] < row["held_out_before"]
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_documents_of_packed_conversations(tree, tmp_path, monkeypatch):
     """Of both layouts, and with everything kept and a pattern: weights are the same, and documents."""

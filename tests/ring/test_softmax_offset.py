@@ -15,6 +15,7 @@ from megatron_mtraining.layout import stripe, unstripe
 from megatron_mtraining.pattern.sampled_rows import rows_of
 from megatron_mtraining.visibility import VisibleRanges
 from tests.support.attention_cases import (
+    TOLERANCE,
     assert_results,
     dense_attention,
     random_operands,
@@ -30,15 +31,15 @@ SPARSE = MTrainingConfig.from_options(block_size=BLOCK, window=BLOCK, sample_str
 NODES = {1: [None], 2: [None, 1], 4: [4, 2]}
 
 
-def masked(length, lengths, window):
+def masked(length, lengths, window, device="cpu"):
     """Visible ranges, and the mask ``[b, 1, N, N]`` made without them."""
-    ranges = VisibleRanges.from_lengths(lengths, length)
+    ranges = VisibleRanges.from_lengths(lengths, length, device)
     number = torch.stack([torch.arange(len(n)).repeat_interleave(torch.tensor(n)) for n in lengths])
     mask = (number[:, :, None] == number[:, None]).tril()
     if window is not None:
         position = torch.arange(length)
         ranges, mask = ranges.windowed(window), mask & (position[:, None] - position < window)
-    return ranges, mask[:, None]
+    return ranges, mask[:, None].to(device)
 
 
 def attend_here(rank, world, operands, offset, ranges, config, inner):
@@ -110,6 +111,22 @@ def test_one_rank(request, dtype, window, offset):
     assert_results(found, truth, 1e-5 if dtype == torch.float32 else 2e-2)
     if dtype == torch.float32:  # a sum over rows that may cancel
         torch.testing.assert_close(gradient.double(), of_offset, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("window, offset", [(None, -1.0), (129, 0.0), (300, 2.0)])
+def test_one_gpu(dtype, window, offset, device="cuda"):
+    operands = random_operands(1000, 1, 4, 2, 128, dtype, device)
+    ranges, mask = masked(1000, [[290, 710]], window, device)
+    offset = torch.full((4,), offset, device=device) + torch.rand(4, device=device)
+    config = MTrainingConfig.from_options(block_size=128).dense()
+    _, found, gradient = attend_here(0, 1, operands, offset, ranges, config, None)
+    *truth, of_offset = dense_attention(*operands, mask.expand(1, 4, -1, -1), SCALE, offset)
+    assert_results(found, truth, TOLERANCE[dtype])
+    # A sum over rows that may cancel.
+    error = (gradient.double() - of_offset).norm()
+    assert error < 10 * TOLERANCE[dtype] * of_offset.norm()
 
 
 @pytest.mark.parametrize(
