@@ -158,6 +158,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "steps_two": step_tables.steps_two,
     "breakdown": step_tables.breakdown,
     "layouts": step_tables.layouts,
+    "sft": step_tables.sft,
     "training": step_tables.training,
     "kernels": kernel_tables.kernels,
     "selection": kernel_tables.selection,

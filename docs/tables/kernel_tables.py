@@ -13,12 +13,13 @@ OTHER_ORDER = ("ae2af38", "e764c4b", "908dac9", "180a6b5")
 
 
 def kernel_rows() -> list[dict[str, Row]]:
-    """Of each case of the newest commit that has ``mtraining`` rows: rows by ``op impl``."""
+    """Of each case: rows by ``op impl``. Of a head dimension, those of the newest commit that has any."""
     found = [
         row for row in rows("kernels") if row["op"] in ("forward", "backward") and row.get("case")
     ]
+    newest = {row["dim"]: row["commit"] for row in found}
     cases = grouped(
-        (row for row in found if row["commit"] == found[-1]["commit"]), lambda r: r["case"]
+        (row for row in found if row["commit"] == newest[row["dim"]]), lambda row: row["case"]
     )
     return [{f"{row['op']} {row['impl']}": row for row in case} for case in cases.values()]  # fmt: skip
 

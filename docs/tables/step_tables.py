@@ -241,6 +241,29 @@ breakdown = Table(
 )
 
 
+def _apart(name: str) -> Callable[[Row], str]:
+    return lambda row: f"{row[name]:.1e}" if row.get("like") else ""
+
+
+sft = Table(
+    "sft",
+    {
+        "run": "{label}",
+        "tokens": "{seq:K}",
+        "density": "{density:share}",
+        "ms / step": lambda row: f"{row['iter_ms']:.0f}" if row["alone"] else "",
+        "mean loss of the steps": lambda row: f"{sum(row['losses']) / len(row['losses']):.4f}",
+        "compared with": lambda row: row.get("like"),
+        "first step": _apart("worst_first"),
+        "its worst document": _apart("worst_document"),
+        "worst step": _apart("worst"),
+    },
+    where=lambda row: row["label"] != "start" and row["device"] == "cuda",
+    newest=("label", "gpu"),
+)
+"""Packed conversations."""
+
+
 def _equal(row: Row) -> str:
     same = "every digit" if row["equal"] else "yes" if row["within"] else "**no**"
     return same if row["like"] else ""

@@ -123,6 +123,7 @@ RATES = (
     ("cudnn", "dense through these kernels, 64K", "d128 all distances", 0.90, 0.80, PRODUCTS),
     ("cudnn", "slashes and columns, 128K and 512K", "columns", 0.70, 0.65, PRODUCTS),
     ("cudnn", "dim 64", "d64", 0.85, 0.75, PRODUCTS),
+    ("cudnn", "dim 256, 64K: 9%, 12% and all", "d256", 0.85, 0.75, PRODUCTS),
     ("flex", "dim 128", "d128 slash", 1.3, 1.25, PRODUCTS),
     ("flex", "dim 64", "d64", 1.3, 1.25, UNKNOWN),
 )
@@ -132,7 +133,11 @@ NAMES = {"cudnn": "cuDNN dense", "flex": "FlexAttention"}
 
 
 def _cases(text: str) -> list[dict[str, Row]]:
-    found = [case for case in kernel_rows() if text in case["forward mtraining"]["case"]]
+    found = [
+        case for case in kernel_rows()
+        if text in case["forward mtraining"]["case"]
+        and (case["forward mtraining"]["dim"] in (64, 128) or text == "d256")
+    ]  # fmt: skip
     return [case for case in found if not case["forward mtraining"]["documents"]]
 
 
