@@ -37,6 +37,8 @@ def _cases(_: list[Row]) -> list[Row]:
         pair = ahead, back = case["forward mtraining"], case["backward mtraining"]
         if "128K d128" in ahead["case"] and "3500" in ahead["case"]:
             continue  # between its neighbours
+        if ahead["dim"] in (96, 192) and ahead["density"] == 1:
+            continue  # tiles of 128 and 256, whose rows are there
         others = ((row, case.get(f"{row['op']} flex")) for row in pair)
         flex = [f"{row['tflops'] / other['tflops']:.2f}" for row, other in others if other]
         found.append({**ahead, "back": back, "flex": " / ".join(flex), "used": pair})
