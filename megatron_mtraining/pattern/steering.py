@@ -75,7 +75,7 @@ class Steering:
         self._seen: Tensor | None = None
 
     def leave_out(self, layers: Container[int]) -> None:
-        """Layers, from 0, that have no pattern (sliding windows): their prices do not count."""
+        """Layers, from 0, without a pattern (windows, linear attention): their prices do not count."""
         self._layers = [layer for layer in self._layers if layer not in layers]
         self._aim = None
 

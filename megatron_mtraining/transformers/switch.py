@@ -17,8 +17,8 @@ from .interface import NAME, attention, mask
 from .masking import PatternMask, under_way
 from .state import ATTRIBUTE, PatternState, find_state
 
-SLIDING = "sliding_attention"
-LAYER_TYPES = ("full_attention", SLIDING)
+SLIDING, RECURRENT = "sliding_attention", "linear_attention"
+LAYER_TYPES = ("full_attention", SLIDING, RECURRENT)
 """Kinds of layers, as configurations of transformers name them, that are supported."""
 
 
@@ -169,11 +169,11 @@ def _attach(
     _check_model(of_model, name)
     layers = [module for module in model.modules() if _is_attention(module)]
     numbers = sorted(module.layer_idx for module in layers)
-    count = of_model.num_hidden_layers
-    if numbers != list(range(count)):
+    count, without = of_model.num_hidden_layers, _layers_of(of_model, RECURRENT)
+    if not numbers or sorted([*numbers, *without]) != list(range(count)):
         raise ConfigError(
             f"{name} has {count} layers, but causal attention in layers {numbers}: attention mtraining "
-            "supports models with one causal self-attention in each layer"
+            "supports models with one causal self-attention in each layer that is not linear"
         )
     if type(dense_tail) is not int or dense_tail < 0:
         raise ConfigError(f"dense_tail is {dense_tail!r}: give a number of tokens, 0 or more")
@@ -182,7 +182,7 @@ def _attach(
             f"num_steps is {num_steps!r}: give a number of optimizer steps, 1 or more"
         )
     state = PatternState(config, count, of_model.num_attention_heads, dense_tail, num_steps)
-    state.steering.leave_out(_window_layers(of_model))
+    state.steering.leave_out(_layers_of(of_model, SLIDING, RECURRENT))
     if ahead := lookahead_warning(config, *state.shape):
         warnings.warn(ahead, stacklevel=3)
     # The innermost model: heads and adapters around it may come and go.
@@ -262,14 +262,14 @@ def _check_model(config, name: str) -> None:
     if others:
         raise ConfigError(
             f"{name} has layers of type {', '.join(sorted(others))}: attention mtraining supports "
-            f"{' and '.join(LAYER_TYPES)}"
+            f"{', '.join(LAYER_TYPES)}"
         )
 
 
-def _window_layers(config) -> list[int]:
-    """The layers, from 0, with a sliding window."""
+def _layers_of(config, *wanted: str) -> list[int]:
+    """The layers, from 0, of these types."""
     kinds = getattr(config, "layer_types", None)
     if kinds is None:  # then all are alike
         window = getattr(config, "sliding_window", None)
         kinds = ["full_attention" if window is None else SLIDING] * config.num_hidden_layers
-    return [layer for layer, kind in enumerate(kinds) if kind == SLIDING]
+    return [layer for layer, kind in enumerate(kinds) if kind in wanted]
