@@ -17,7 +17,13 @@ from ..config import option as mtraining_option
 from ..kernels.limits import HEAD_DIMS
 from ..layout import inner_size
 from .cuda_graphs import check_graphs
-from .layer_pattern import GATED_DELTA_NET, HYBRID, is_supported
+from .layer_pattern import (
+    GATED_DELTA_NET,
+    GATED_OVER_RANKS,
+    HYBRID,
+    has_gated_layers,
+    is_supported,
+)
 from .spelling import spelled
 from .windows import check_window_layers, is_causal_window
 
@@ -253,11 +259,17 @@ def check_settings(settings, command_line: bool) -> None:
     _check_groups(settings, command_line)
     check_window_layers(settings, command_line)
     size = getattr(settings, "context_parallel_size", None) or 1
+    ranks = f"{spelled('context_parallel_size', command_line)} {size}"
     if getattr(settings, "overlap_moe_expert_parallel_comm", False) and size > 1:
-        names = ("overlap_moe_expert_parallel_comm", "context_parallel_size")
-        overlap, ranks = (spelled(name, command_line) for name in names)
+        overlap = spelled("overlap_moe_expert_parallel_comm", command_line)
+        raise ConfigError(f"{overlap} does not work with {ranks}: {SCHEDULE_PLAN}; {LEAVE_OUT}")
+    is_given = (
+        getattr(settings, "cp_comm_type", None) is not None
+    )  # Megatron-LM's arguments always have it
+    if size > 1 and is_given and has_gated_layers(settings) and not is_from(GATED_OVER_RANKS):
         raise ConfigError(
-            f"{overlap} does not work with {ranks} {size}: {SCHEDULE_PLAN}; {LEAVE_OUT}"
+            f"gated delta nets do not work with {ranks}: this Megatron gives them cp_comm_type, which they "
+            "do not take; use Megatron 0.19 or later"
         )
 
 

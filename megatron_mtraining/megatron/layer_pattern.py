@@ -9,6 +9,8 @@ HYBRID = (0, 18)
 ATTENTION, MLP, EXPERTS, GATED, MAMBA = "*", "-", "E", "G", "M"
 GATED_DELTA_NET = ("gated_delta_net", "gdn")
 """Values of ``--experimental-attention-variant``, by version."""
+GATED_OVER_RANKS = (0, 19)
+"""The first Megatron-LM that can build them with context parallelism."""
 STAGES, MULTI_TOKEN = "|", "/"
 """Megatron's symbols in a pattern: of layers, between pipeline stages, and before multi-token prediction."""
 
@@ -51,9 +53,14 @@ def layers_with_attention(args) -> list[int]:
 
 def has_recurrent_layers(args) -> bool:
     """Whether some layers are gated delta nets or Mamba layers, which go through a sequence in order."""
+    return has_gated_layers(args) or MAMBA in (getattr(args, "hybrid_layer_pattern", None) or "")
+
+
+def has_gated_layers(args) -> bool:
+    """Whether some layers are gated delta nets."""
     pattern = getattr(args, "hybrid_layer_pattern", None)
     if pattern:
-        return GATED in pattern or MAMBA in pattern
+        return GATED in pattern
     return (
         getattr(args, "experimental_attention_variant", None) in GATED_DELTA_NET
         and getattr(args, "linear_attention_freq", None) is not None

@@ -9,7 +9,7 @@ import pytest
 from megatron_mtraining import ConfigError
 from megatron_mtraining.megatron.arguments import ArgumentsError
 from megatron_mtraining.megatron.checks import REFUSALS, check_settings, is_from
-from megatron_mtraining.megatron.layer_pattern import HYBRID
+from megatron_mtraining.megatron.layer_pattern import GATED_OVER_RANKS, HYBRID
 from tests.support.megatron_cases import check, parse
 
 REFUSED = {
@@ -141,6 +141,11 @@ OTHERS = {
         {"overlap_moe_expert_parallel_comm": True, "context_parallel_size": 2},
         "--overlap-moe-expert-parallel-comm does not work with --context-parallel-size 2",
     ),
+    "gated delta nets": (
+        {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 2}
+        | {"context_parallel_size": 2, "cp_comm_type": ["p2p"]},
+        "gated delta nets do not work with --context-parallel-size 2",
+    ),
     "head dim given": ({"kv_channels": 80}, "--kv-channels", "is 80"),
     "head dim derived": ({"hidden_size": 8 * 32}, "is 32", "(64, 96, 128, 192, 256)"),
 }
@@ -149,6 +154,8 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_refusals(name):
     given, *words = OTHERS[name]
+    if name == "gated delta nets" and is_from(GATED_OVER_RANKS):
+        return check(parse(**given))
     with pytest.raises(ArgumentsError) as raised:
         check(parse(**given))
     assert all(word in str(raised.value) for word in words)

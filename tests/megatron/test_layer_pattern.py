@@ -38,9 +38,14 @@ def test_layers_are_numbered_over_all_kinds(name):
 def test_packed_documents_are_refused_with_recurrent_layers(given):
     if "hybrid_layer_pattern" in given and not is_from(HYBRID):
         pytest.skip("no HybridModel")
-    check(parse(num_layers=4, **given))
+    check(parse(num_layers=4, context_parallel_size=1, **given))
     with pytest.raises(ArgumentsError, match="--reset-attention-mask does not work with recurrent"):
-        check(parse(num_layers=4, reset_attention_mask=True, reset_position_ids=True, **given))
+        check(
+            parse(
+                num_layers=4, context_parallel_size=1, reset_attention_mask=True,
+                reset_position_ids=True, **given,
+            )
+        )  # fmt: skip
 
 
 def test_a_gated_delta_net_refuses_packed_documents():
