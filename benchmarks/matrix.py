@@ -219,7 +219,11 @@ def main() -> None:
                     if not re.search(args.only, name):
                         continue
                     row = dict(megatron=version_of(checkout), group=group, case=name, steps=STEPS)
-                    row |= dict(words=case.words.strip(), **verdict(runs, case))
+                    try:
+                        found = verdict(runs, case)
+                    except AssertionError as error:  # a run that does not end
+                        found = dict(outcome="fails", why=f"{error}"[:200])
+                    row |= dict(words=case.words.strip(), **found)
                     print(row["megatron"], name, row["outcome"], row.get("why", ""), flush=True)
                     record.append(args.output, [row])
 
