@@ -246,18 +246,8 @@ def _query_kernel(
         RANGES=RANGES, FIRST=FIRST, MARKS=False,
     )  # fmt: skip
     tiles = allocate_tiles(
-        q_desc,
-        grad_out_desc,
-        k_desc,
-        v_desc,
-        BLOCK,
-        BLOCK_N,
-        D,
-        STAGES,
-        VALUE_STAGES,
-        RANGES,
-        False,
-    )
+        q_desc, grad_out_desc, k_desc, v_desc, BLOCK, BLOCK_N, D, STAGES, VALUE_STAGES, RANGES, False,
+    )  # fmt: skip
     grad_q_buffers = tiles.queries.q  # not written
     if grad_q_desc is not None:
         grad_q_buffers = gl.allocate_shared_memory(
