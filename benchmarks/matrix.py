@@ -171,7 +171,8 @@ def why(run) -> str:
 
 
 def verdict(runs: Runs, case: Case) -> dict:
-    """``outcome``: equal, differs, refused, fails, or missing (Megatron's own run fails); and why."""
+    """``outcome``: equal, differs, refused, fails, or missing (Megatron's own run
+    fails, or it has no such option); and why."""
     dense = runs.dense(case)
     if dense is None:
         return dict(outcome="missing", why=f"no {case.script}")
@@ -180,7 +181,8 @@ def verdict(runs: Runs, case: Case) -> dict:
         return dict(outcome="missing", why=why(dense))
     if ours.returncode:
         said = why(ours)
-        return dict(outcome="refused" if said.startswith("error: ") else "fails", why=said)
+        outcome = "refused" if said.startswith("error: ") else "fails"
+        return dict(outcome="missing" if "unrecognized arguments" in said else outcome, why=said)
     found, wanted = (figures(run, "lm loss") for run in (ours, dense))
     norms = [figures(run, "grad norm") for run in (ours, dense)]
     if not len(found) == len(wanted) == STEPS:
