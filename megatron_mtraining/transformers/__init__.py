@@ -2,7 +2,7 @@
 """Dynamic sparse attention in Hugging Face transformers: ``attn_implementation="mtraining"``.
 
 For models that go through transformers' attention interface (Llama, Mistral, Qwen3, Gemma 3, gpt-oss and
-others), in one process without context parallelism, on a GPU or a CPU:
+others), on a GPU or a CPU, with whole sequences or parts of them in each process:
 
     from megatron_mtraining import MTrainingConfig
     from megatron_mtraining.transformers import configure
@@ -16,6 +16,7 @@ others), in one process without context parallelism, on a GPU or a CPU:
 - :mod:`.interface`: the attention and the mask function that transformers calls.
 - :mod:`.dense`: dense attention to a KV cache, and of a prompt's tail.
 - :mod:`.masking`: padding, which is left out, and packed sequences as packed documents.
+- :mod:`.sequence`: sequence parallel training, where each rank has a part of the tokens.
 - :mod:`.state`: settings, prices and means of a model.
 - :mod:`.callback`: in ``Trainer``, moves prices, keeps them in checkpoints, and logs density and recall.
 """
@@ -23,6 +24,7 @@ others), in one process without context parallelism, on a GPU or a CPU:
 from importlib.util import find_spec
 
 from .interface import NAME
+from .sequence import cut_batch
 from .state import (
     BackwardMeans,
     PatternMeans,
@@ -39,6 +41,7 @@ __all__ = [
     "PatternMeans",
     "advance",
     "configure",
+    "cut_batch",
     "register",
     "state_of",
     "take_backward_means",

@@ -19,6 +19,7 @@ from ..pattern.windows import exact, sliding_window
 from ..visibility import VisibleRanges
 from .dense import over_cache, over_cache_with_offset, with_dense_tail
 from .masking import CacheMask, Part, PatternMask, under_way
+from .sequence import SequenceParallel
 from .state import ATTRIBUTE, PatternState
 
 NAME = "mtraining"
@@ -69,7 +70,8 @@ def mask(
             "the model overlays a mask of its own on causal attention: attention mtraining supports padding "
             "and packed sequences"
         )
-    if q_length > 1 and int(q_offset) == 0:
+    is_part = given.parallel is not None
+    if int(q_offset) == 0 and (q_length > 1 or is_part):
         return given.under(None if mask_function is causal_mask_function else mask_function)
     given.check_continuation()
     return CacheMask(
@@ -107,7 +109,8 @@ def attention(
 
     Args:
         module: the layer's attention module.
-        query: ``[b, h, s, d]``; key, value ``[b, hk, skv, d]``, with the keys of a cache.
+        query: ``[b, h, s, d]``; key, value ``[b, hk, skv, d]``, with the keys of a cache. With
+            sequence_parallel, ``s`` is of this rank's tokens.
         attention_mask: the result of :func:`mask`.
         scaling: scale of the scores; ``d ** -0.5`` if None.
 
@@ -144,28 +147,34 @@ def attention(
             "attention mtraining takes a two-dimensional attention_mask, or none, through transformers' "
             "function for causal masks"
         )
-    parts = attention_mask.parts(batch, length, query.device)
-    attention_mask.check_window(window, batch, length, query.device, place)
     # RoPE leaves float32 under autocast.
     query, key = query.to(value.dtype), key.to(value.dtype)
+    parallel = attention_mask.parallel
+    if parallel is not None:
+        query, key, value = parallel.to_heads(query, key, value)
+        length = query.shape[2]
+        offset = None if offset is None else offset[parallel.heads]
+    parts = attention_mask.parts(batch, length, query.device)
+    attention_mask.check_window(window, batch, length, query.device, place)
 
     def attend_to(part: Part) -> Tensor:
         own = (t[part.entries, :, part.first : part.end] for t in (query, key, value))
         try:
             if window is None:
                 return _by_pattern(
-                    state, layer, module.training, *own, part.documents, scaling, offset
+                    state, layer, module.training, *own, part.documents, scaling, offset, parallel
                 )
             return _by_window(state, window, *own, part.documents, scaling, offset)
         except ValueError as error:
             raise ConfigError(f"the {place} cannot run: {error}") from error
 
     if parts[0].entries == slice(None):
-        return attend_to(parts[0]), None
-    out = value.new_zeros(batch, length, *query.shape[1::2])
-    for part in parts:
-        out[part.entries, part.first : part.end] = attend_to(part)
-    return out, None
+        out = attend_to(parts[0])
+    else:
+        out = value.new_zeros(batch, length, *query.shape[1::2])
+        for part in parts:
+            out[part.entries, part.first : part.end] = attend_to(part)
+    return out if parallel is None else parallel.to_tokens(out), None
 
 
 def _by_pattern(
@@ -178,20 +187,22 @@ def _by_pattern(
     documents: VisibleRanges | None,
     scaling: float | None,
     offset: Tensor | None,
+    parallel: SequenceParallel | None,
 ) -> Tensor:
     """Attention by a layer's settings, which is counted: ``[b, s, h, d]``.
 
     Args:
         query: ``[b, h, s, d]``; key, value ``[b, hk, s, d]``, without padding.
         offset: the heads' softmax offsets, ``[h]``; None for none.
+        parallel: the ranks that have the other heads of the layer; None if these are all.
     """
-    config, policies, price = state.config, state.policies(layer), None
+    config, policies, price = state.config, state.policies(layer, parallel), None
     if not training:
         config = _without_pruning(config)
     if state.steering.is_dense or not _searches(config, query.shape[2]):
         config, policies = _dense(config), None
     else:
-        price = state.price(layer, query.device)
+        price = state.price(layer, query.device, parallel)
     result = attend(
         *(t.permute(2, 0, 1, 3) for t in (query, key, value)),
         config=config,
@@ -200,9 +211,9 @@ def _by_pattern(
         documents=documents,
         head_policies=policies,
         price=price,
-        observe_backward=partial(state.observe_backward, layer),
+        observe_backward=partial(state.observe_backward, layer, parallel),
     )
-    state.observe(layer, result.index, training)
+    state.observe(layer, result.index, training, parallel)
     out = result.out.transpose(0, 1)
     if state.dense_tail and not training:
         out = with_dense_tail(out, query, key, value, documents, scaling, state.dense_tail, offset)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..config import ConfigError
 from ..visibility import VisibleRanges
+from .sequence import SequenceParallel
 
 
 class Part(NamedTuple):
@@ -40,11 +41,13 @@ class PatternMask:
 
     Args:
         given: keyword arguments of the model's forward. Those of :data:`CARRIERS` are read.
+        parallel: the ranks whose tokens ``given`` is of, if the model has a part of them; None if all.
     """
 
     CARRIERS = ("attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 
-    def __init__(self, given: dict):
+    def __init__(self, given: dict, parallel: SequenceParallel | None = None):
+        self.parallel = parallel
         self.given = {name: given[name] for name in self.CARRIERS if given.get(name) is not None}
         self._parts: list[list[Part]] = []
         self._function: Callable | None = None
@@ -94,7 +97,7 @@ class PatternMask:
         """What to attend to, made at the first call, which waits for the device.
 
         Args:
-            batch, length: size of the model's input.
+            batch, length: size of the model's input, over all ranks that have parts of it.
 
         Raises:
             ConfigError: something given that cannot be, or that differs from what else is given.
@@ -104,7 +107,13 @@ class PatternMask:
         return self._parts[0]
 
     def check_continuation(self) -> None:
-        """Raise :class:`ConfigError` if a batch that reads a KV cache says where its sequences start."""
+        """Raise :class:`ConfigError` if a batch that reads a KV cache says where its sequences start, or is
+        a part of one."""
+        if self.parallel is not None:
+            raise ConfigError(
+                "a KV cache is continued with sequence_parallel, where each rank has a part of the sequence: "
+                "train without a cache; to generate, call model.eval()"
+            )
         for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"):
             if name in self.given:
                 raise ConfigError(

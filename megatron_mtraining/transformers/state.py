@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import warnings
-from typing import NamedTuple
+import zlib
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,6 +15,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from ..config import ConfigError, MTrainingConfig, Policy, Span, head_policies, option
 from ..cp_group import RankGroup
 from ..pattern import PatternIndex, Steering
+from .sequence import SequenceParallel
 
 ATTRIBUTE = "mtraining_state"
 """The attribute of a model's body and of its attention modules that holds the model's state."""
@@ -64,6 +66,7 @@ class PatternState:
         num_layers, num_heads: layers of the model, and query heads of each layer.
         dense_tail: last tokens of a prompt that attend to all keys, in evaluation mode.
         num_steps: steps of the run that a schedule is over; None if a trainer will say it.
+        parallel: the ranks that have parts of the model's sequences; None if each has whole sequences.
 
     Attributes:
         span: what a schedule is over; None if it is not known yet.
@@ -80,8 +83,9 @@ class PatternState:
         num_heads: int,
         dense_tail: int = 0,
         num_steps: int | None = None,
+        parallel: SequenceParallel | None = None,
     ):
-        self.config, self.dense_tail = config, dense_tail
+        self.config, self.dense_tail, self.parallel = config, dense_tail, parallel
         self.shape = num_layers, num_heads
         self.span = None if num_steps is None else Span(0, num_steps)
         self.steering = Steering(config, shape=self.shape, share=self._share)
@@ -107,14 +111,36 @@ class PatternState:
         )
         return 0.0
 
-    def policies(self, layer: int) -> tuple[Policy, ...] | None:
-        """The policy of each head of a layer; None if all heads have the policy of the run."""
-        return self._policies[layer]
+    def agreed(self) -> dict[str, Any]:
+        """By name, what ranks with parts of the same sequences must have alike."""
+        options = {option(name): value for name, value in self.config.options().items()}
+        ours = {
+            "the model's layers and heads": self.shape,
+            "dense_tail": self.dense_tail,
+            "the step": self.steering.step,
+        }
+        if any(self._policies):  # the file may be another on another host
+            ours["what the settings file says"] = zlib.crc32(repr(self._policies).encode())
+        return options | ours
 
-    def price(self, layer: int, device: torch.device) -> Tensor | None:
+    def policies(
+        self, layer: int, parallel: SequenceParallel | None = None
+    ) -> tuple[Policy, ...] | None:
+        """The policy of each head of a layer; None if all heads have the policy of the run.
+
+        Args:
+            parallel: here and below, the ranks that share the heads; None if this process has all.
+        """
+        found = self._policies[layer]
+        return found if found is None or parallel is None else found[parallel.heads]
+
+    def price(
+        self, layer: int, device: torch.device, parallel: SequenceParallel | None = None
+    ) -> Tensor | None:
         """The layer's prices in this step, float32 ``[]`` or ``[heads]``; None: the prices of the
         settings."""
-        return self.steering.price(device, layer, 0, self.shape[1])
+        heads = slice(0, self.shape[1]) if parallel is None else parallel.heads
+        return self.steering.price(device, layer, heads.start, heads.stop - heads.start)
 
     def begin_forward(self, body: nn.Module) -> None:
         """Before a forward of the model's body that trains. If an optimizer of its parameters has stepped
@@ -149,26 +175,36 @@ class PatternState:
         self._forwards = 0
         self.steering.advance(self.steering.step + 1, RankGroup.everyone())
 
-    def observe(self, layer: int, index: PatternIndex, training: bool) -> None:
+    def observe(
+        self,
+        layer: int,
+        index: PatternIndex,
+        training: bool,
+        parallel: SequenceParallel | None = None,
+    ) -> None:
         """Add the pattern of one call to the means, and in training to the target recall. Does not wait for
-        the device."""
+        the device. The means are of all heads; the target recall has this rank's until the step ends."""
         density, recall, exposed = index.density().detach(), index.recall, index.exposed
         if recall is None:  # everything is kept, whatever the price
             recall, exposed = torch.ones_like(density), 0.0
         elif training:
-            self.steering.observe(1 - recall, layer, exposed=exposed, policies=self.policies(layer))
+            first = 0 if parallel is None else parallel.heads.start
+            policies = self.policies(layer, parallel)
+            self.steering.observe(1 - recall, layer, first, exposed, policies)
         ones = torch.ones_like(density)
         weight = ones * (exposed[:, None] if isinstance(exposed, Tensor) else exposed)
-        _add(self._sums[training], layer, density, ones, 1 - recall, weight)
+        _add(self._sums[training], layer, parallel, density, ones, 1 - recall, weight)
 
     def observe_dense(self, layer: int, batch: int, training: bool, device: torch.device) -> None:
         """Add a call that attended to everything, without a pattern, to the means."""
         ones = torch.ones(batch, self.shape[1], device=device)
-        _add(self._sums[training], layer, ones, ones, 0 * ones, 0 * ones)
+        _add(self._sums[training], layer, None, ones, ones, 0 * ones, 0 * ones)
 
-    def observe_backward(self, layer: int, density: Tensor, dropped: Tensor) -> None:
+    def observe_backward(
+        self, layer: int, parallel: SequenceParallel | None, density: Tensor, dropped: Tensor
+    ) -> None:
         """Add what one pruned backward kept and left out, float32 ``[b, h]`` each, to the means."""
-        _add(self._backward, layer, density, dropped, torch.ones_like(density))
+        _add(self._backward, layer, parallel, density, dropped, torch.ones_like(density))
 
     def take(self, training: bool = True) -> PatternMeans:
         """The means since the last call of this method, over forwards in training mode or over other
@@ -198,9 +234,13 @@ def _have_parameters(optimizers: list[Optimizer], body: nn.Module) -> bool:
     return any(id(parameter) in own for group in groups for parameter in group["params"])
 
 
-def _add(sums: dict[int, Tensor], layer: int, *values: Tensor) -> None:
-    """Add values, float32 ``[b, h]`` each, to a layer's sums over ``b``."""
+def _add(
+    sums: dict[int, Tensor], layer: int, parallel: SequenceParallel | None, *values: Tensor
+) -> None:
+    """Add values, float32 ``[b, h]`` each, to a layer's sums over ``b``, of all heads."""
     own = torch.stack(values).sum(1)
+    if parallel is not None:
+        own = parallel.of_all_heads(own)
     sums[layer] = sums[layer] + own if layer in sums else own
 
 
@@ -229,6 +269,7 @@ def state_of(model: nn.Module) -> PatternState:
 
 def take_means(model: nn.Module, training: bool = True) -> PatternMeans:
     """Density and recall of a model's layers and heads in this process, since the last call of this function.
+    With ``sequence_parallel``, of the sequences that its group shares: the same on all of its ranks.
 
     Args:
         training: whether to return the means of forwards in training mode, or of other forwards (prefill;

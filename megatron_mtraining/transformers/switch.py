@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 from ..config import MEGATRON_ONLY, ConfigError, MTrainingConfig, lookahead_warning
+from ..cp_group import ProcessGroup
 from ..kernels.limits import HEAD_DIMS
 from ..requirements import require
 from .interface import NAME, attention, mask
 from .masking import PatternMask, under_way
+from .sequence import SequenceParallel, check_model
 from .state import ATTRIBUTE, PatternState, find_state
 
 SLIDING, RECURRENT = "sliding_attention", "linear_attention"
@@ -121,6 +123,7 @@ def configure(
     *,
     dense_tail: int = 0,
     num_steps: int | None = None,
+    sequence_parallel: ProcessGroup | None = None,
 ) -> PatternState:
     """Switch a transformers model to dynamic sparse attention.
 
@@ -138,6 +141,10 @@ def configure(
             shorter. Density does not count it. In training mode there is no such tail.
         num_steps: optimizer steps of the run, for a schedule in a training loop of your own; ``Trainer``
             says it itself (``max_steps``).
+        sequence_parallel: the process group of ranks that each have consecutive tokens of the same
+            sequences, in its order; give the model what :func:`~.sequence.cut_batch` makes of a batch. In
+            evaluation mode and under ``torch.no_grad()``, forwards without ``use_cache=False``, such as those
+            of ``generate``, have whole sequences on each rank.
 
     Returns:
         The state of the model: its prices, and means of density and recall.
@@ -154,13 +161,17 @@ def configure(
     if of_model is None or not hasattr(model, "set_attn_implementation"):
         raise ConfigError(f"model is a {type(model).__name__}: give a model of transformers")
     _check_devices(model)
-    state = _attach(model, config, dense_tail, num_steps)
+    state = _attach(model, config, dense_tail, num_steps, sequence_parallel)
     model.set_attn_implementation(NAME)
     return state
 
 
 def _attach(
-    model: nn.Module, config: MTrainingConfig, dense_tail: int = 0, num_steps: int | None = None
+    model: nn.Module,
+    config: MTrainingConfig,
+    dense_tail: int = 0,
+    num_steps: int | None = None,
+    group: ProcessGroup | None = None,
 ) -> PatternState:
     """Give a model's attention layers their settings, and see what its forwards are given."""
     from transformers import PreTrainedModel
@@ -181,7 +192,11 @@ def _attach(
         raise ConfigError(
             f"num_steps is {num_steps!r}: give a number of optimizer steps, 1 or more"
         )
-    state = PatternState(config, count, of_model.num_attention_heads, dense_tail, num_steps)
+    heads, parallel = of_model.num_attention_heads, None
+    if group is not None:
+        check_model(of_model, name, without)
+        parallel = SequenceParallel(group, heads)
+    state = PatternState(config, count, heads, dense_tail, num_steps, parallel)
     state.steering.leave_out(_layers_of(of_model, SLIDING, RECURRENT))
     if ahead := lookahead_warning(config, *state.shape):
         warnings.warn(ahead, stacklevel=3)
@@ -203,10 +218,17 @@ def _before_forward(body: nn.Module, args: tuple, kwargs: dict) -> None:
     if is_ours and not state.is_placed:  # from_pretrained places a model only after it has made it
         _check_devices(body)
         state.is_placed = True
-    if is_ours and body.training and torch.is_grad_enabled():
-        state.begin_forward(body)
     names = inspect.signature(body.forward).parameters
-    under_way.set(PatternMask({**dict(zip(names, args)), **kwargs}))
+    given = {**dict(zip(names, args)), **kwargs}
+    trains = body.training and torch.is_grad_enabled()
+    # Others than in training are of whole sequences, such as prompts, unless they say that they are not.
+    is_part = trains or given.get("use_cache") is False
+    parallel = state.parallel if is_ours and is_part else None
+    if parallel is not None:
+        given = parallel.whole(given, state.agreed())
+    if is_ours and trains:
+        state.begin_forward(body)
+    under_way.set(PatternMask(given, parallel))
 
 
 def _after_forward(body: nn.Module, args: tuple, output) -> None:
