@@ -60,11 +60,15 @@ def test_programs_begin_commands():
     )
 
 
+LONG = (Path("docs/serving.md"), Path("docs/run-for-days.md"))
+"""Pages whose commands take a minute."""
+
+
 def _pages():
     """Pages with commands to run. Recipes have the commands of others."""
     for page, found in RUN.items():
         is_recipe = page.name == "README.md" and len(page.parts) == 3
-        marks = [pytest.mark.release] if is_recipe or page == Path("docs/serving.md") else []
+        marks = [pytest.mark.release] if is_recipe or page in LONG else []
         if found:
             yield pytest.param(page, marks=marks, id=str(page))
 
