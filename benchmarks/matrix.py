@@ -171,8 +171,8 @@ def why(run) -> str:
 
 
 def verdict(runs: Runs, case: Case) -> dict:
-    """``outcome``: equal, differs, refused, fails, or missing (Megatron's own run
-    fails, or it has no such option); and why."""
+    """``outcome``: equal, differs, refused, fails, or missing (Megatron's own run fails, or it has no such
+    option); and why."""
     dense = runs.dense(case)
     if dense is None:
         return dict(outcome="missing", why=f"no {case.script}")

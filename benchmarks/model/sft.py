@@ -89,7 +89,8 @@ def run(options) -> dict:
     return dict(
         label=options.label, attention=options.attention, price=options.price if ours else None,
         cp=options.cp, tp=options.tp, more=" ".join(options.more), device=options.device,
-        **options.about, weights="random" if options.save or options.random else "trained",
+        alone=not options.shared, **options.about,
+        weights="random" if options.save or options.random else "trained",
         iter_ms=round(statistics.median(steady or log["ms"].values()), 1),
         step_ms=list(log["ms"].values()), losses=step_losses(list(log["loss"].values())),
         density=round(statistics.mean(log["density"]), 4) if log["density"] else 1.0,
@@ -115,11 +116,13 @@ def beside(row: dict, other: dict) -> dict:
         raise ValueError(f"the documents of {other['label']!r} are others")
     shares = [abs(a - b) / b for a, b in zip(row["losses"], other["losses"])]
     pairs = zip(row["document_losses"], other["document_losses"], strict=True)
-    return dict(
+    found = dict(
         like=other["label"], worst=max(shares), worst_first=shares[0],
         worst_document=max(abs(a - b) / b for a, b in pairs),
-        speedup=round(other["iter_ms"] / row["iter_ms"], 3),
     )  # fmt: skip
+    if row["alone"] and other["alone"]:
+        found["speedup"] = round(other["iter_ms"] / row["iter_ms"], 3)
+    return found
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
@@ -139,6 +142,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--lr", type=float, default=3e-4)
     add("--save", action="store_true", help="train random weights, and keep them")
     add("--random", action="store_true", help="begin with random weights")
+    add("--shared", action="store_true", help="other runs share the GPUs: times do not count")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--log", type=Path, help="keep Megatron's log here")
     options, options.more = parser.parse_known_args(words)

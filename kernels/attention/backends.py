@@ -14,14 +14,11 @@ from ..common.dispatch import uses_triton
 from ..common.triton_version import is_tested_triton
 from ..types import BackwardPath, PatternOperand
 from . import reference
-from .backward_path import gpu_of, is_faster_in_one_pass
+from .backward_path import ONE_PASS_HEAD_DIM, gpu_of, is_faster_in_one_pass
 from .operands import BackwardInputs, ForwardInputs, RoundKeys, StepKeys
 
 GLUON_VERSIONS = ((3, 6), (3, 9))
 """First and last version of Triton for the Hopper kernels: Gluon still changes."""
-
-ONE_PASS_HEAD_DIM = 128
-"""The largest of the Hopper kernels' one-pass backward: what it sums must fit the registers."""
 
 
 class Backend(Protocol):

@@ -27,6 +27,10 @@ fast or faster. With dense attention and heads of 128 a launch for each chunk is
 by 5 to 9%, although the end of each is waited for."""
 
 
+ONE_PASS_HEAD_DIM = 128
+"""The largest head dimension of the Hopper kernels' one pass: what it sums must fit the registers."""
+
+
 @functools.cache
 def gpu_of(device: torch.device) -> str:
     """The key of a device in the tables here: ``H200``, or ``H100`` for all others."""

@@ -101,6 +101,25 @@ def column_splits(index: PatternOperand, num_heads: int, block_n: int) -> int:
     return splits
 
 
+def column_arguments(index: PatternOperand, rank: int, splits: int) -> dict[str, Any]:
+    """Arguments of kernels that hold columns, for the queries of ``rank``: the columns of each head, and
+    which query blocks attend to them as columns."""
+    return dict(
+        member=index.member,
+        columns=index.columns,
+        column_ptr=index.column_ptr,
+        ptr_len=index.column_ptr.shape[-1],
+        local_blocks=index.local_blocks,
+        rank=rank,
+        world=index.world,
+        inner=index.inner,
+        HEADS=index.columns.shape[1],
+        BLOCK=index.block_size,
+        SPLITS=splits,
+        RANGES=index.visible is not None,
+    )
+
+
 def key_ranges(index: PatternOperand, rank: int) -> dict[str, Tensor | None]:
     """Visible ranges as kernels that hold keys take them, for the queries of ``rank``. Without ranges
     None, which compiles to nothing."""

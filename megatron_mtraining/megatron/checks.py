@@ -263,9 +263,8 @@ def check_settings(settings, command_line: bool) -> None:
     if getattr(settings, "overlap_moe_expert_parallel_comm", False) and size > 1:
         overlap = spelled("overlap_moe_expert_parallel_comm", command_line)
         raise ConfigError(f"{overlap} does not work with {ranks}: {SCHEDULE_PLAN}; {LEAVE_OUT}")
-    is_given = (
-        getattr(settings, "cp_comm_type", None) is not None
-    )  # Megatron-LM's arguments always have it
+    # Megatron-LM's arguments always have it.
+    is_given = getattr(settings, "cp_comm_type", None) is not None
     if size > 1 and is_given and has_gated_layers(settings) and not is_from(GATED_OVER_RANKS):
         raise ConfigError(
             f"gated delta nets do not work with {ranks}: this Megatron gives them cp_comm_type, which they "

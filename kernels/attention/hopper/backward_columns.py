@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 
 from ...common.launch import cdiv, launch
 from ...common.tiles import LOG2E, block_at, blocks_before
-from ..launch_args import chain_tiles, column_splits
+from ..launch_args import chain_tiles, column_arguments, column_splits
 from ..operands import BackwardInputs
 from .compat import Pointer, Scalar, Value, aggregate
 from .descriptors import descriptor_heads_first, tile_dim
@@ -283,23 +283,12 @@ def backward_columns(inputs: BackwardInputs, column_kv: Tensor, rank: int) -> Te
             **key_descriptors(*column_kv.unbind(), half, query_sums, descriptor_heads_first),
             dk_ptr=gradients[0],
             dv_ptr=gradients[1],
-            member=index.member,
-            columns=index.columns,
-            column_ptr=index.column_ptr,
+            **column_arguments(index, rank, splits),
             **range_arguments(index, rank),
-            ptr_len=index.column_ptr.shape[-1],
             column_len=num_columns,
-            local_blocks=index.local_blocks,
-            rank=rank,
-            world=index.world,
-            inner=index.inner,
-            HEADS=heads,
             HEAD_DIM=dim,
             D=tile_dim(dim),
-            BLOCK=block,
             **part,
-            SPLITS=splits,
-            RANGES=index.visible is not None,
             BY_HEAD=by_head,
             CHAIN=chain_tiles(cdiv(index.local_blocks, splits) * (block // BLOCK_M)),
             num_warps=4,

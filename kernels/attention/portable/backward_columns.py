@@ -27,7 +27,7 @@ from ...common.tiles import (
     tile_for,
 )
 from .. import launch_args
-from ..launch_args import column_splits, key_ranges
+from ..launch_args import column_arguments, column_splits, key_ranges
 from ..operands import BackwardInputs
 from .query_tiles import add_tile, put_aside, query_arguments, query_tile
 
@@ -168,23 +168,12 @@ def backward_columns(inputs: BackwardInputs, column_kv: Tensor, rank: int) -> Te
         column_v_ptr=column_v,
         dk_ptr=dk,
         dv_ptr=dv,
-        member=index.member,
-        columns=index.columns,
-        column_ptr=index.column_ptr,
+        **column_arguments(index, rank, splits),
         **key_ranges(index, rank),
-        ptr_len=index.column_ptr.shape[-1],
         column_len=num_columns,
-        local_blocks=index.local_blocks,
-        rank=rank,
-        world=index.world,
-        inner=index.inner,
-        HEADS=heads,
-        BLOCK=index.block_size,
         D=dim,
-        RANGES=index.visible is not None,
         EVEN=length % index.block_size == 0,
         PREC=precision_for(query),
-        SPLITS=splits,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         CHAIN=launch_args.CHAIN,

@@ -9,7 +9,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...kernels.attention.backward_path import ONE_PASS_TOKENS, is_faster_in_one_pass
+from ...kernels.attention.backward_path import (
+    ONE_PASS_HEAD_DIM,
+    ONE_PASS_TOKENS,
+    is_faster_in_one_pass,
+)
 from ...megatron.packed_documents import masks_documents
 from .setting import Setting
 from .weights import vocabulary_parameters
@@ -176,6 +180,8 @@ def takes_one_pass(layer: Layer) -> bool:
     :func:`megatron_mtraining.kernels.attention.backends.choose_backward`."""
     config, args = layer.setting.mtraining, layer.setting.args
     if config.backward_threshold or layer.element == 4:
+        return False
+    if layer.setting.head_dim > ONE_PASS_HEAD_DIM:
         return False
     dense = config.keeps_all(args.seq_length) and not masks_documents(args)
     length = args.seq_length // layer.setting.cp
