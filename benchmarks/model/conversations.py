@@ -49,11 +49,25 @@ def lengths_of(pack: int, draw: random.Random) -> list[int]:
     return found
 
 
-def write(folder: Path, seq: int, packs: int, vocabulary: int) -> None:
-    """Write conversations that fill packs, ``chat.jsonl``, and a tokenizer of their words."""
+def save_tokenizer(folder: Path, words: list[str]) -> int:
+    """Write a tokenizer of words, ``SFTTokenizer``'s with ``--sft-tokenizer-prompt-format default``, and
+    return the size of its vocabulary, in which the special tokens come first."""
     import tokenizers
     import transformers
 
+    ids = {word: at for at, word in enumerate([*SPECIAL, *words])}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="<unk>"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=model, unk_token="<unk>", pad_token="<pad>", eos_token="</s>"
+    )
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return len(ids)
+
+
+def write(folder: Path, seq: int, packs: int, vocabulary: int) -> None:
+    """Write conversations that fill packs, ``chat.jsonl``, and a tokenizer of their words."""
     folder.mkdir(parents=True, exist_ok=True)
     draw, words, counts = random.Random(5), words_of(), collections.Counter()
     with open(folder / "chat.jsonl", "w", encoding="utf-8") as file:
@@ -67,15 +81,7 @@ def write(folder: Path, seq: int, packs: int, vocabulary: int) -> None:
                 messages += [dict(role=role, content=turn) for role, turn in zip(ROLES, turns)]
             file.write(json.dumps(dict(messages=messages)) + "\n")
     known = [word for word, _ in counts.most_common(vocabulary - len(SPECIAL))]
-    ids = {word: at for at, word in enumerate([*SPECIAL, *known])}
-    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="<unk>"))
-    model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=model, unk_token="<unk>", pad_token="<pad>", eos_token="</s>"
-    )
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder / "tokenizer")
-    about = dict(seq=seq, packs=packs, vocabulary=len(ids))
+    about = dict(seq=seq, packs=packs, vocabulary=save_tokenizer(folder / "tokenizer", known))
     (folder / ABOUT).write_text(json.dumps(about))
 
 

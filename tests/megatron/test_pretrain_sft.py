@@ -8,17 +8,16 @@ import re
 
 import pytest
 
+from benchmarks.model import conversations
 from tests.support.pretrain_tree import SEQUENCE, check_same, losses, step_losses
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("datasets")
-transformers = pytest.importorskip("transformers")
-tokenizers = pytest.importorskip("tokenizers")
+pytest.importorskip("transformers")
 
 STEPS = 4
 GRANULARITY = 16
 """Megatron pads conversations to multiples of 2 cp: these need no padding with any of the sizes here."""
-TEMPLATE = "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} </s> {% endfor %}"
 STAGES = "--pipeline-model-parallel-size 2"
 LAYOUTS = {
     "CP 2": (2, "--context-parallel-size 2"),
@@ -39,16 +38,8 @@ LAYOUTS = {
 def chat(tmp_path_factory):
     """Options of a set of conversations of 16 to 300 tokens, packed, and of a tokenizer of words."""
     folder = tmp_path_factory.mktemp("chat")
-    special = ["<unk>", "<pad>", "</s>", "<system>", "<user>", "<assistant>"]
     words = [f"w{i}" for i in range(500)]  # padded to 512, over one rank and over two
-    vocabulary = {word: i for i, word in enumerate([*special, *words])}
-    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
-    model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=model, unk_token="<unk>", pad_token="<pad>", eos_token="</s>"
-    )
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder / "tokenizer")
+    conversations.save_tokenizer(folder / "tokenizer", words)
     draw = random.Random(5)
 
     def conversation():

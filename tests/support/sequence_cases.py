@@ -72,11 +72,7 @@ def batch_of(what: str) -> dict:
 
 def model_of(kind: str, layers: int):
     name, sizes = KINDS[kind]
-    model = small_model(name, **{"num_hidden_layers": layers, **sizes})
-    for parameter, weight in model.named_parameters():
-        if parameter.endswith("sinks"):
-            torch.nn.init.normal_(weight, std=2.0)
-    return model
+    return small_model(name, **{"num_hidden_layers": layers, **sizes})
 
 
 def train(

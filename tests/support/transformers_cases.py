@@ -31,6 +31,8 @@ def small_model(kind="llama", **changes):
     for name, weight in model.named_parameters():
         if "q_proj" in name or "k_proj" in name:
             weight.data *= 6
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(weight, std=2.0)
     return model.train()
 
 

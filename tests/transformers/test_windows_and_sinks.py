@@ -46,8 +46,6 @@ def model_of(kind: str, **changes):
     name, sizes = KINDS[kind]
     model = small_model(name, **{"sliding_window": WINDOW, **sizes, **changes})
     for parameter, weight in model.named_parameters():
-        if parameter.endswith("sinks"):
-            torch.nn.init.normal_(weight, std=2.0)
         if "k_norm" in parameter:  # its queries and keys are normalized
             weight.data += 2.0
     return model
