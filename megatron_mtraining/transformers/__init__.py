@@ -17,6 +17,7 @@ others), on a GPU or a CPU, with whole sequences or parts of them in each proces
 - :mod:`.dense`: dense attention to a KV cache, and of a prompt's tail.
 - :mod:`.masking`: padding, which is left out, and packed sequences as packed documents.
 - :mod:`.sequence`: sequence parallel training, where each rank has a part of the tokens.
+- :mod:`.trainers`: that in ``Trainer``, under accelerate's ``ParallelismConfig``.
 - :mod:`.state`: settings, prices and means of a model.
 - :mod:`.callback`: in ``Trainer``, moves prices, keeps them in checkpoints, and logs density and recall.
 """

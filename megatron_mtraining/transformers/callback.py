@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import warnings
 from functools import wraps
+from importlib.util import find_spec
 
 from transformers.trainer_callback import CallbackHandler, ExportableState, TrainerCallback
 
 from ..config import ConfigError, Span
+from .interface import NAME
 from .state import PatternState, find_state
+from .trainers import sizes_of
 
 
 class PatternCallback(TrainerCallback, ExportableState):
@@ -40,8 +43,13 @@ class PatternCallback(TrainerCallback, ExportableState):
             )
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        """After the trainer has read a checkpoint to resume from, if any."""
+        """After the trainer has read a checkpoint to resume from, if any.
+
+        Raises:
+            ConfigError: the trainer shares sequences over ranks, and the model does not know.
+        """
         self._pattern = find_state(model)
+        self._check_ranks(model)
         # Trainer needs the key of every callback with a state when it saves, also without settings.
         kept = state.stateful_callbacks.setdefault(type(self).__name__, self.state())["attributes"]
         pattern = self._pattern
@@ -65,6 +73,20 @@ class PatternCallback(TrainerCallback, ExportableState):
                 "the checkpoint has no prices, which a target recall moves: they start from "
                 f"{steering.now():.4g}"
             )
+
+    def _check_ranks(self, model) -> None:
+        if self._pattern is None or self._pattern.parallel is not None:
+            return
+        if find_spec("accelerate") and model.config._attn_implementation == NAME:
+            from accelerate.state import AcceleratorState
+
+            if sizes := sizes_of(AcceleratorState()):
+                name, size = sizes.popitem()
+                raise ConfigError(
+                    f"the trainer's ParallelismConfig has {name} {size}, and its model attends to tokens of "
+                    "one rank: call megatron_mtraining.transformers.configure(trainer.model, config, "
+                    "sequence_parallel=trainer) before trainer.train()"
+                )
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         """After each optimizer step."""

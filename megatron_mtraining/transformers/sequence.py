@@ -37,6 +37,7 @@ class SequenceParallel:
     Args:
         group: the process group.
         heads: query heads of each layer of the model.
+        evaluates: whether forwards in evaluation mode that have no KV cache are of parts of sequences, too.
 
     Attributes:
         ranks: the ranks.
@@ -46,8 +47,8 @@ class SequenceParallel:
         ConfigError: the group is none of this process, or its ranks cannot share the heads evenly.
     """
 
-    def __init__(self, group: ProcessGroup, heads: int):
-        self.ranks = _ranks_of(group)
+    def __init__(self, group: ProcessGroup, heads: int, evaluates: bool = True):
+        self.ranks, self.evaluates = _ranks_of(group), evaluates
         world = self.ranks.world
         if heads % world:
             fit = [str(each) for each in range(1, heads + 1) if heads % each == 0]

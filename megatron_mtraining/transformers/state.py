@@ -66,9 +66,9 @@ class PatternState:
         num_layers, num_heads: layers of the model, and query heads of each layer.
         dense_tail: last tokens of a prompt that attend to all keys, in evaluation mode.
         num_steps: steps of the run that a schedule is over; None if a trainer will say it.
-        parallel: the ranks that have parts of the model's sequences; None if each has whole sequences.
 
     Attributes:
+        parallel: the ranks that have parts of the model's sequences; None if each has whole sequences.
         span: what a schedule is over; None if it is not known yet.
         is_placed: whether the devices of the model's parameters have been looked at.
 
@@ -83,9 +83,9 @@ class PatternState:
         num_heads: int,
         dense_tail: int = 0,
         num_steps: int | None = None,
-        parallel: SequenceParallel | None = None,
     ):
-        self.config, self.dense_tail, self.parallel = config, dense_tail, parallel
+        self.config, self.dense_tail = config, dense_tail
+        self.parallel: SequenceParallel | None = None
         self.shape = num_layers, num_heads
         self.span = None if num_steps is None else Span(0, num_steps)
         self.steering = Steering(config, shape=self.shape, share=self._share)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from functools import cache, wraps
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -18,6 +19,10 @@ from .interface import NAME, attention, mask
 from .masking import PatternMask, under_way
 from .sequence import SequenceParallel, check_model
 from .state import ATTRIBUTE, PatternState, find_state
+from .trainers import is_trainer, share_sequences
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 SLIDING, RECURRENT = "sliding_attention", "linear_attention"
 LAYER_TYPES = ("full_attention", SLIDING, RECURRENT)
@@ -123,7 +128,7 @@ def configure(
     *,
     dense_tail: int = 0,
     num_steps: int | None = None,
-    sequence_parallel: ProcessGroup | None = None,
+    sequence_parallel: ProcessGroup | Trainer | None = None,
 ) -> PatternState:
     """Switch a transformers model to dynamic sparse attention.
 
@@ -144,7 +149,8 @@ def configure(
         sequence_parallel: the process group of ranks that each have consecutive tokens of the same
             sequences, in its order; give the model what :func:`~.sequence.cut_batch` makes of a batch. In
             evaluation mode and under ``torch.no_grad()``, forwards without ``use_cache=False``, such as those
-            of ``generate``, have whole sequences on each rank.
+            of ``generate``, have whole sequences on each rank. Or the model's trainer, with ``cp_size`` or
+            ``sp_size`` in its ``ParallelismConfig``, which then shares sequences by itself.
 
     Returns:
         The state of the model: its prices, and means of density and recall.
@@ -171,7 +177,7 @@ def _attach(
     config: MTrainingConfig,
     dense_tail: int = 0,
     num_steps: int | None = None,
-    group: ProcessGroup | None = None,
+    sequence_parallel: ProcessGroup | Trainer | None = None,
 ) -> PatternState:
     """Give a model's attention layers their settings, and see what its forwards are given."""
     from transformers import PreTrainedModel
@@ -192,11 +198,14 @@ def _attach(
         raise ConfigError(
             f"num_steps is {num_steps!r}: give a number of optimizer steps, 1 or more"
         )
-    heads, parallel = of_model.num_attention_heads, None
-    if group is not None:
+    heads = of_model.num_attention_heads
+    state = PatternState(config, count, heads, dense_tail, num_steps)
+    if sequence_parallel is not None:
         check_model(of_model, name, without)
-        parallel = SequenceParallel(group, heads)
-    state = PatternState(config, count, heads, dense_tail, num_steps, parallel)
+        if is_trainer(sequence_parallel):
+            share_sequences(sequence_parallel, state)
+        else:
+            state.parallel = SequenceParallel(sequence_parallel, heads)
     state.steering.leave_out(_layers_of(of_model, SLIDING, RECURRENT))
     if ahead := lookahead_warning(config, *state.shape):
         warnings.warn(ahead, stacklevel=3)
@@ -221,9 +230,11 @@ def _before_forward(body: nn.Module, args: tuple, kwargs: dict) -> None:
     names = inspect.signature(body.forward).parameters
     given = {**dict(zip(names, args)), **kwargs}
     trains = body.training and torch.is_grad_enabled()
+    parallel = state.parallel if is_ours else None
     # Others than in training are of whole sequences, such as prompts, unless they say that they are not.
-    is_part = trains or given.get("use_cache") is False
-    parallel = state.parallel if is_ours and is_part else None
+    if parallel is not None and not trains:
+        is_part = parallel.evaluates and given.get("use_cache") is False
+        parallel = parallel if is_part else None
     if parallel is not None:
         given = parallel.whole(given, state.agreed())
     if is_ours and trains:

@@ -1,0 +1,97 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Runs of ``Trainer`` whose ranks have parts of the sequences, on the CPU."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from accelerate import ParallelismConfig
+from accelerate import state as accelerate_state
+from accelerate.utils import DistributedType
+from transformers import Trainer, TrainingArguments
+
+from megatron_mtraining import ConfigError, MTrainingConfig
+from megatron_mtraining.transformers import configure, state_of
+from tests.support.sequence_cases import SETTINGS, TOKENS
+from tests.support.transformers_cases import small_model
+
+LENGTHS = 130, 20, 234
+
+
+class Texts(torch.utils.data.Dataset):
+    """Sequences whose labels are unevenly distributed over ranks."""
+
+    def __init__(self, is_packed: bool):
+        self.is_packed = is_packed
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        tokens = TOKENS[i % 2].roll(7 * i)
+        found = dict(input_ids=tokens, labels=tokens.clone())
+        found["labels"][: 90 * i] = -100
+        if self.is_packed:
+            found["position_ids"] = torch.cat([torch.arange(each) for each in LENGTHS])
+        return found
+
+
+def allow_cpu() -> None:
+    """Have accelerate share sequences with gloo's ranks on the CPU, as it does not by itself."""
+    state = accelerate_state.PartialState
+    state._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
+    state.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
+    state.wait_for_everyone = lambda self: dist.barrier()
+
+
+def trainer_of(folder, model, world: int = 1, **more) -> Trainer:
+    if world > 1:
+        allow_cpu()
+        layer = f"{type(model).__name__.removesuffix('ForCausalLM')}DecoderLayer"
+        plan = dict(
+            version=2,
+            auto_wrap_policy="TRANSFORMER_BASED_WRAP",
+            transformer_layer_cls_to_wrap=[layer],
+        )
+        plan["state_dict_type"] = "FULL_STATE_DICT"
+        more |= dict(
+            parallelism_config=ParallelismConfig(cp_size=world), fsdp=True, fsdp_config=plan
+        )
+    is_packed = more.pop("is_packed", False)
+    arguments = TrainingArguments(
+        str(folder), per_device_train_batch_size=1, gradient_accumulation_steps=2, logging_steps=1,
+        report_to=[], learning_rate=1e-3, seed=5, use_cpu=True, save_only_model=False, **more,
+    )  # fmt: skip
+    texts = Texts(is_packed)
+    return Trainer(model, arguments, train_dataset=texts, eval_dataset=texts)
+
+
+def train(folder, settings: str, world: int = 1, resume=None, **more) -> dict:
+    """What the log of a run has, its prices, and what an evaluation after it finds."""
+    accelerate_state.AcceleratorState._reset_state(reset_partial_state=True)
+    model = small_model("llama", num_hidden_layers=2)
+    model.set_attn_implementation("mtraining")
+    trainer = trainer_of(folder, model, world, **more)
+    config = MTrainingConfig.from_options(**SETTINGS[settings])
+    configure(trainer.model, config, sequence_parallel=trainer if world > 1 else None)
+    trainer.train(resume_from_checkpoint=resume)
+    names = ("loss", "grad_norm", "mtraining_density", "mtraining_recall")
+    log = [[each[name] for name in names] for each in trainer.state.log_history if "loss" in each]
+    return dict(
+        log=torch.tensor(log), prices=torch.tensor(state_of(model).steering.state() or 0.0),
+        evaluated=torch.tensor(trainer.evaluate()["eval_loss"]),
+    )  # fmt: skip
+
+
+def train_ranks(rank, world, cases):
+    return [train(*case, world=world, **more) for *case, more in cases]
+
+
+def told_at_the_start(rank, world, folder):
+    """What a run is told whose model attends to the tokens of its own rank."""
+    model = small_model("llama")
+    model.set_attn_implementation("mtraining")
+    try:
+        trainer_of(folder, model, world, max_steps=1).train()
+    except ConfigError as error:
+        return str(error)

@@ -1,0 +1,64 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Sequence parallel training by ``Trainer`` under accelerate's ``ParallelismConfig``, beside one process."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate", "1.11")
+
+from megatron_mtraining import ConfigError
+from megatron_mtraining.transformers import configure
+from tests.support.ranks import run_ranks
+from tests.support.sequence_trainers import told_at_the_start, train, train_ranks, trainer_of
+from tests.support.transformers_cases import small_model
+
+
+def assert_alike(found: dict, expected: dict) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_parts_of_sequences_train_as_whole_ones(tmp_path):
+    cases = [
+        ("dense", dict(max_steps=2, is_packed=True)),
+        ("target", dict(max_steps=3, gradient_checkpointing=True)),
+    ]
+    every = run_ranks(2, train_ranks, [(tmp_path / "ranks", *case) for case in cases])
+    for (settings, more), *results in zip(cases, *every):
+        expected = train(tmp_path / "alone", settings, **more)
+        for found in results:
+            assert_alike(found, expected)
+
+
+@pytest.mark.release
+@pytest.mark.slow
+def test_a_run_goes_on_with_other_ranks(tmp_path):
+    """Of four, two and one: with its optimizer and its prices."""
+    expected = train(tmp_path / "alone", "target", max_steps=3)
+    run_ranks(2, train_ranks, [(tmp_path / "two", "target", dict(max_steps=3, save_steps=2))])
+    saved = tmp_path / "two" / "checkpoint-2"
+    case = (tmp_path / "four", "target", dict(max_steps=3, resume=str(saved)))
+    for (found,) in run_ranks(4, train_ranks, [case]):
+        assert_alike(found["log"], expected["log"])
+        # What led to a price is not saved, so the next moves otherwise.
+        torch.testing.assert_close(found["prices"], expected["prices"], rtol=0.03, atol=0)
+
+
+def test_a_model_that_does_not_know_of_other_ranks_is_refused(tmp_path):
+    for told in run_ranks(2, told_at_the_start, tmp_path):
+        assert re.search(
+            "cp_size 2, and its model attends to tokens of one rank: call .*configure", told
+        )
+
+
+def test_a_trainer_of_whole_sequences_is_refused(tmp_path):
+    model = small_model("llama")
+    trainer = trainer_of(tmp_path, model)
+    with pytest.raises(
+        ConfigError, match="a trainer that does not share sequences: give it .*cp_size=2"
+    ):
+        configure(model, sequence_parallel=trainer)
