@@ -15,6 +15,7 @@ others), on a GPU or a CPU, with whole sequences or parts of them in each proces
   settings.
 - :mod:`.interface`: the attention and the mask function that transformers calls.
 - :mod:`.dense`: dense attention to a KV cache, and of a prompt's tail.
+- :mod:`.checkpointing`: checkpointed layers, whose attention runs once.
 - :mod:`.masking`: padding, which is left out, and packed sequences as packed documents.
 - :mod:`.sequence`: sequence parallel training, where each rank has a part of the tokens.
 - :mod:`.trainers`: that in ``Trainer``, under accelerate's ``ParallelismConfig``.

@@ -13,10 +13,10 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor, nn
 
-from ..attention import attend
 from ..config import DENSE, ConfigError, MTrainingConfig
 from ..pattern.windows import exact, sliding_window
 from ..visibility import VisibleRanges
+from .checkpointing import attend_once, is_second_run
 from .dense import over_cache, over_cache_with_offset, with_dense_tail
 from .masking import CacheMask, Part, PatternMask, under_way
 from .sequence import SequenceParallel
@@ -164,7 +164,7 @@ def attention(
                 return _by_pattern(
                     state, layer, module.training, *own, part.documents, scaling, offset, parallel
                 )
-            return _by_window(state, window, *own, part.documents, scaling, offset)
+            return _by_window(state, layer, window, *own, part.documents, scaling, offset)
         except ValueError as error:
             raise ConfigError(f"the {place} cannot run: {error}") from error
 
@@ -203,7 +203,8 @@ def _by_pattern(
         config, policies = _dense(config), None
     else:
         price = state.price(layer, query.device, parallel)
-    result = attend(
+    result = attend_once(
+        layer,
         *(t.permute(2, 0, 1, 3) for t in (query, key, value)),
         config=config,
         softmax_scale=scaling,
@@ -213,7 +214,8 @@ def _by_pattern(
         price=price,
         observe_backward=partial(state.observe_backward, layer, parallel),
     )
-    state.observe(layer, result.index, training, parallel)
+    if not is_second_run():
+        state.observe(layer, result.index, training, parallel)
     out = result.out.transpose(0, 1)
     if state.dense_tail and not training:
         out = with_dense_tail(out, query, key, value, documents, scaling, state.dense_tail, offset)
@@ -222,6 +224,7 @@ def _by_pattern(
 
 def _by_window(
     state: PatternState,
+    layer: int,
     window: int,
     query: Tensor,
     key: Tensor,
@@ -233,7 +236,8 @@ def _by_window(
     """Attention to all keys of a sliding window of so many, the query's own included. Arguments as for
     :func:`_by_pattern`. Not counted."""
     batch, _, length, _ = query.shape
-    result = attend(
+    result = attend_once(
+        layer,
         *(t.permute(2, 0, 1, 3) for t in (query, key, value)),
         config=exact(state.config),
         softmax_scale=scaling,

@@ -15,6 +15,7 @@ from ..config import MEGATRON_ONLY, ConfigError, MTrainingConfig, lookahead_warn
 from ..cp_group import ProcessGroup
 from ..kernels.limits import HEAD_DIMS
 from ..requirements import require
+from .checkpointing import keep_results
 from .interface import NAME, attention, mask
 from .masking import PatternMask, under_way
 from .sequence import SequenceParallel, check_model
@@ -138,8 +139,7 @@ def configure(
     Args:
         model: a causal language model, or its body.
         config: the settings, also by layer and head (``settings``); None for the defaults. Options of
-            context parallelism, recomputation, Megatron's loss and balance have no effect here and are
-            refused.
+            context parallelism, Megatron's loss and balance have no effect here and are refused.
         dense_tail: in evaluation mode, this many last tokens of a prompt attend to all keys. A pattern is
             selected by what many queries attend to; the few queries of a question at the end of a prompt
             have little say in it. Of packed sequences, tokens of the last one alone, all of it if it is
@@ -239,6 +239,8 @@ def _before_forward(body: nn.Module, args: tuple, kwargs: dict) -> None:
         given = parallel.whole(given, state.agreed())
     if is_ours and trains:
         state.begin_forward(body)
+        if not state.config.recompute_attention:
+            keep_results(body)
     under_way.set(PatternMask(given, parallel))
 
 
@@ -253,7 +255,7 @@ def _is_attention(module: nn.Module) -> bool:
 def check_config(config: MTrainingConfig) -> None:
     """Raise :class:`ConfigError` for options that only Megatron's runs read."""
     defaults = MTrainingConfig()
-    for name in MEGATRON_ONLY:
+    for name in set(MEGATRON_ONLY) - {"recompute_attention"}:
         value = getattr(config, name)
         if value != getattr(defaults, name):
             raise ConfigError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.config import ConfigError
 from megatron_mtraining.transformers import (
     advance,
+    checkpointing,
     configure,
     state_of,
     take_backward_means,
@@ -21,6 +23,7 @@ from megatron_mtraining.transformers import (
 from tests.support.transformers_cases import (
     DENSE,
     HEADS,
+    LAYERS,
     SEQ,
     SPARSE,
     assert_same,
@@ -45,9 +48,7 @@ def test_a_sparse_pattern_is_attended_to(tokens):
     model = small_model()
     ours = with_pattern(model, SPARSE)
     seen = {}
-    from megatron_mtraining.transformers import interface
-
-    original = interface.attend
+    original = checkpointing.attend
 
     def spy(*args, **kwargs):
         result = original(*args, **kwargs)
@@ -55,7 +56,7 @@ def test_a_sparse_pattern_is_attended_to(tokens):
         return result
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interface, "attend", spy)
+        patch.setattr(checkpointing, "attend", spy)
         found = ours(tokens[:1], use_cache=False).logits
     assert 0.05 < take_means(ours).density.mean() < 0.9
 
@@ -255,13 +256,39 @@ def test_packed_documents_within_the_window_do_not_move_the_prices(tokens):
     assert not price.eq(0.25).all() and (long < 1).any()
 
 
-def test_gradient_checkpointing_changes_nothing(tokens):
-    ours = with_pattern(small_model(), SPARSE)
-    plain = loss_and_gradients(ours, input_ids=tokens, labels=tokens)[1]
-    ours.gradient_checkpointing_enable()
-    again = loss_and_gradients(ours, input_ids=tokens, labels=tokens)[1]
-    for name, grad in plain.items():
-        torch.testing.assert_close(again[name], grad, msg=name)
+@pytest.mark.parametrize("kind", ("llama", "gpt_oss", "kept by settings"))
+@pytest.mark.parametrize("reentrant", (True, False), ids=("reentrant", "not reentrant"))
+def test_checkpointed_layers_attend_once(kind, reentrant, tokens, monkeypatch):
+    """No bit changes, and a step counts once; in batches with padding too."""
+    twice = kind == "kept by settings"
+    config = replace(SPARSE, recompute_attention=twice)
+    sizes = {}
+    if kind == "gpt_oss":
+        kinds = ["sliding_attention", "full_attention"] * LAYERS
+        sizes = dict(
+            num_local_experts=2, num_experts_per_tok=2, sliding_window=150, layer_types=kinds[:LAYERS]
+        )  # fmt: skip
+    ours = with_pattern(small_model("llama" if twice else kind, **sizes), config)
+    mask = torch.ones_like(tokens)
+    mask[0, :70] = 0
+    batch = dict(input_ids=tokens, labels=tokens, attention_mask=mask)
+    plain, means = loss_and_gradients(ours, **batch)[1], take_means(ours)
+    ours.activation_checkpointing_enable(dict(use_reentrant=reentrant))
+    calls, original = [], checkpointing.attend
+
+    def spy(*args, saved=None, **kwargs):
+        calls.append(saved is None)
+        return original(*args, saved=saved, **kwargs)
+
+    monkeypatch.setattr(checkpointing, "attend", spy)
+    for _ in range(2):
+        again = loss_and_gradients(ours, **batch)[1]
+        for name, grad in plain.items():
+            assert again[name].equal(grad), name
+        torch.testing.assert_close(take_means(ours), means, rtol=0, atol=0, equal_nan=True)
+    assert (
+        calls.count(False) == (0 if twice else len(calls) / 2) and len(calls) == 2 * 2 * LAYERS * 2
+    )
 
 
 def test_a_target_recall_moves_the_prices(tokens):

@@ -69,15 +69,15 @@ def test_a_padded_entry_is_attended_to_as_alone(side, tokens):
 
 
 def test_entries_with_the_same_padding_are_computed_together(tokens, monkeypatch):
-    from megatron_mtraining.transformers import interface
+    from megatron_mtraining.transformers import checkpointing
 
-    shapes, original = [], interface.attend
+    shapes, original = [], checkpointing.attend
 
     def spy(query, *args, **kwargs):
         shapes.append(tuple(query.shape[:2]))
         return original(query, *args, **kwargs)
 
-    monkeypatch.setattr(interface, "attend", spy)
+    monkeypatch.setattr(checkpointing, "attend", spy)
     mask = torch.ones(4, SEQ, dtype=torch.long)
     mask[0, :100] = mask[2, :100] = mask[1, -50:] = mask[3] = 0
     ours = with_pattern(small_model(num_hidden_layers=1), SPARSE)

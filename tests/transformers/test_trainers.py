@@ -79,16 +79,16 @@ def test_sft_trainer_pads_or_packs(packing, tmp_path, monkeypatch):
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    from megatron_mtraining.transformers import interface
+    from megatron_mtraining.transformers import checkpointing
 
     found = []
-    original = interface.attend
+    original = checkpointing.attend
 
     def spy(query, *args, documents, **kwargs):
         found.append((len(query), documents))
         return original(query, *args, documents=documents, **kwargs)
 
-    monkeypatch.setattr(interface, "attend", spy)
+    monkeypatch.setattr(checkpointing, "attend", spy)
     generator = torch.Generator().manual_seed(3)
     lengths = [300, 150, 90, 260, 310, 40, 120, 280]
     rows = [torch.randint(1, 97, (n,), generator=generator).tolist() for n in lengths]
