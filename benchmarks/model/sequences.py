@@ -1,0 +1,225 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""Steps of a transformers model whose sequences are shared by GPUs: target recall beside dense attention.
+
+    torchrun --nproc-per-node 2 -m benchmarks.model.sequences --model coder.gguf --text FILE --lengths 32K 128K
+    torchrun --nproc-per-node 2 -m benchmarks.model.sequences --shape qwen3-8b --layers 6 --lengths 1M
+
+Every case trains on the same windows of the text from the same weights (random ones and tokens for a shape),
+with FSDP 2, float32 weights and bf16 products, AdamW, Liger-Kernel's loss in chunks, and checkpointed layers
+that keep what attention found, for dense attention too. Dense attention is PyTorch's (cuDNN's kernel, or
+FlashAttention's), between the same all-to-alls. YaRN beyond the model's positions. Appends rows to
+``results/sequences.jsonl``: seconds of each step, tokens a second and GPU, peak memory, loss, density, recall.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from megatron_mtraining import MTrainingConfig
+from megatron_mtraining.transformers import configure, cut_batch, take_means
+from megatron_mtraining.transformers.sequence import SequenceParallel
+
+from ..lib import record
+
+DENSE = "ulysses_sdpa"
+KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+aten = torch.ops.aten
+ATTENTION = (
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
+SHAPES = {
+    "qwen3-8b": dict(
+        model_type="qwen3", hidden_size=4096, intermediate_size=12288, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, vocab_size=151936, num_hidden_layers=36,
+        max_position_embeddings=40960, rope_theta=1e6, tie_word_embeddings=False,
+    ),
+    "tiny": dict(
+        model_type="qwen2", hidden_size=256, intermediate_size=128, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=512, num_hidden_layers=2, max_position_embeddings=512,
+    ),
+}  # fmt: skip
+
+
+def tokens_of(text: str) -> int:
+    scale = {"K": 1024, "M": 1024**2}.get(text[-1].upper())
+    return int(text) if scale is None else int(text[:-1]) * scale
+
+
+def dense(parallel, module, query, key, value, attention_mask, scaling=None, dropout=0.0, **more):
+    """PyTorch's causal attention to all tokens of this rank's heads."""
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    query, key, value = parallel.to_heads(query, key, value)
+    kernels = KERNELS if query.is_cuda else [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+    with sdpa_kernel(kernels, set_priority=True):
+        out = scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+        )
+    return parallel.to_tokens(out.transpose(1, 2)), None
+
+
+def keep_attention(context, operation, *args, **kwargs):
+    kept = operation in ATTENTION
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def model_of(options, length: int) -> PreTrainedModel:
+    """With float32 weights, on the CPU; random ones of a shape are the same on all ranks."""
+    if options.shape:
+        sizes = dict(SHAPES[options.shape])
+        sizes["num_hidden_layers"] = options.layers or sizes["num_hidden_layers"]
+        config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
+        torch.manual_seed(1)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    else:
+        where, how = options.model, {}
+        if where.suffix == ".gguf":
+            where, how = options.model.parent, dict(gguf_file=options.model.name)
+        model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, **how)
+    return model
+
+
+def stretch(model: PreTrainedModel, length: int) -> None:
+    """YaRN (arXiv 2309.00071) from the model's positions to a length beyond them."""
+    config = copy.deepcopy(model.config)
+    most = config.max_position_embeddings
+    if length > most:
+        rope = dict(config.rope_parameters, rope_type="yarn", factor=length / most)
+        config.rope_parameters = rope | dict(original_max_position_embeddings=most)
+        config.max_position_embeddings = length
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
+
+
+def tokens_from(options, count: int) -> torch.Tensor:
+    if options.shape:
+        return torch.randint(SHAPES[options.shape]["vocab_size"], (count,), generator=torch.Generator().manual_seed(1))
+    if options.text.suffix == ".pt":
+        return torch.load(options.text).long()
+    where, how = options.model, {}
+    if where.suffix == ".gguf":
+        where, how = options.model.parent, dict(gguf_file=options.model.name)
+    tokenizer = AutoTokenizer.from_pretrained(where, **how)
+    found = tokenizer(options.text.read_text(encoding="utf-8"))["input_ids"]
+    return torch.tensor(found)
+
+
+def run(options, model: PreTrainedModel, tokens, length: int, setting: str, steps: int) -> dict:
+    """One case; rank 0's row."""
+    group, device = dist.group.WORLD, torch.device(options.device)
+    stretch(model, length)
+    if device.type == "cuda":
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        _apply_liger_kernel_to_instance(model=model)
+    model = model.to(device).train()
+    if setting == "dense":
+        parallel = SequenceParallel(group, model.config.num_attention_heads)
+        ALL_ATTENTION_FUNCTIONS.register(DENSE, partial(dense, parallel))
+        model.set_attn_implementation(DENSE)
+        contexts = partial(create_selective_checkpoint_contexts, keep_attention)
+        model.activation_checkpointing_enable(dict(use_reentrant=False, context_fn=contexts))
+    else:
+        words = dict(word.split("=") for word in setting.split(","))
+        config = MTrainingConfig.from_options(**{k: float(v) for k, v in words.items()})
+        configure(model, config, sequence_parallel=group)
+        model.activation_checkpointing_enable(dict(use_reentrant=False))
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    kept = dict(mesh=mesh)
+    if device.type == "cuda":
+        kept["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for module in (*model.model.layers, model):
+        fully_shard(module, **kept)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, betas=(0.9, 0.95))
+    losses, seconds, densities, recalls = [], [], [], []
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    for step in range(steps):
+        first = step * length % max(1, len(tokens) - length)
+        window = tokens[None, first : first + length]
+        batch = cut_batch(dict(input_ids=window, labels=window), group)
+        batch = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+        dist.barrier()
+        synchronize(device)
+        began = time.perf_counter()
+        loss = model(**batch).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = loss.detach().clone()
+        dist.all_reduce(loss)
+        losses.append(loss.item() / dist.get_world_size())
+        synchronize(device)
+        seconds.append(time.perf_counter() - began)
+        if setting != "dense":
+            means = take_means(model)
+            densities.append(means.density.nanmean().item())
+            recalls.append(means.recall.nanmean().item())
+    memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+    last = seconds[-1] if len(seconds) < 3 else sorted(seconds[1:])[(len(seconds) - 1) // 2]
+    return dict(
+        model=options.shape or options.model.name, layers=model.config.num_hidden_layers,
+        setting=setting, length=length, gpus=dist.get_world_size(), steps=steps,
+        seconds=[round(each, 4) for each in seconds], step_s=round(last, 4),
+        tokens_per_s_gpu=round(length / last / dist.get_world_size(), 1),
+        memory_gib=round(memory, 2), losses=losses, densities=densities, recalls=recalls,
+    )  # fmt: skip
+
+
+def synchronize(device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def main() -> None:
+    parser = record.parser(__doc__, "sequences.jsonl")
+    parser.add_argument("--model", type=Path, help="a Hugging Face folder or a .gguf file")
+    parser.add_argument("--text", type=Path, help="a text file, or its tokens in a .pt file")
+    parser.add_argument("--shape", choices=SHAPES)
+    parser.add_argument("--layers", type=int, help="of the shape, in place of all")
+    parser.add_argument("--lengths", nargs="+", required=True, help="such as 128K")
+    parser.add_argument("--steps", nargs="+", type=int, default=[6], help="for each length")
+    settings = ["dense", "target_recall=0.95"]
+    parser.add_argument("--settings", nargs="+", default=settings)
+    parser.add_argument("--learning-rate", type=float, default=1e-5)
+    parser.add_argument("--device", default="cuda")
+    options = parser.parse_args()
+    dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
+    if options.device == "cuda":
+        torch.cuda.set_device(dist.get_node_local_rank())
+    lengths = [tokens_of(each) for each in options.lengths]
+    steps = options.steps * len(lengths) if len(options.steps) == 1 else options.steps
+    source = model_of(options, max(lengths))
+    tokens = tokens_from(options, max(lengths) * 2 + 1)
+    for length, count in zip(lengths, steps):
+        for setting in options.settings:
+            row = run(options, copy.deepcopy(source), tokens, length, setting, count)
+            gc.collect()
+            if options.device == "cuda":
+                torch.cuda.empty_cache()
+            if dist.get_rank() == 0:
+                row["liger"] = record.installed("liger-kernel")
+                row["transformers"] = record.installed("transformers")
+                print(row, flush=True)
+                record.append(options.output, [row])
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
