@@ -48,6 +48,7 @@ TEST = [
     *HF,
     "accelerate",  # of transformers' Trainer
     "trl",
+    "peft",
     "pytest>=8",
     "pytest-xdist>=3.2",  # --dist worksteal
     "pybind11",

@@ -133,12 +133,13 @@ def run(options, model: PreTrainedModel, tokens, length: int, setting: str, step
         ALL_ATTENTION_FUNCTIONS.register(DENSE, partial(dense, parallel))
         model.set_attn_implementation(DENSE)
         contexts = partial(create_selective_checkpoint_contexts, keep_attention)
-        model.activation_checkpointing_enable(dict(use_reentrant=False, context_fn=contexts))
+        model.gradient_checkpointing_enable(dict(use_reentrant=False, context_fn=contexts))
     else:
         words = dict(word.split("=") for word in setting.split(","))
-        config = MTrainingConfig.from_options(**{k: float(v) for k, v in words.items()})
+        given = {name: int(v) if v.isdigit() else float(v) for name, v in words.items()}
+        config = MTrainingConfig.from_options(**given)
         configure(model, config, sequence_parallel=group)
-        model.activation_checkpointing_enable(dict(use_reentrant=False))
+        model.gradient_checkpointing_enable(dict(use_reentrant=False))
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     kept = dict(mesh=mesh)
     if device.type == "cuda":

@@ -84,6 +84,7 @@ def train(
     reentrant=None,
     wrap=None,
     rows=slice(None),
+    lora=0,
     group=None,
 ) -> dict:
     """What a rank of ``group`` finds in some steps, or one process if it is None: losses, the last gradients,
@@ -93,8 +94,15 @@ def train(
         reentrant: of gradient checkpointing; None for none.
         wrap: ``ddp`` or ``fsdp``, to average gradients by.
         rows: of the batch.
+        lora: rank of PEFT's adapters, which alone are trained then.
     """  # fmt: skip
     model = model_of(kind, layers)
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(1)
+        adapters = LoraConfig(r=lora, target_modules="all-linear", init_lora_weights=False)
+        get_peft_model(model, adapters)
     config = SETTINGS[settings] if isinstance(settings, str) else settings
     configure(model, MTrainingConfig.from_options(**config), sequence_parallel=group)
     if reentrant is not None:
@@ -117,7 +125,7 @@ def train(
         loss = wrapped(**batch).loss
         loss.backward()
         losses.append(average(loss.detach(), group))
-        for weight in model.parameters():
+        for weight in filter(lambda each: each.requires_grad, model.parameters()):
             if weight.grad is None:  # of an expert that no token here is given to
                 weight.grad = torch.zeros_like(weight)
             if wrap is None:
@@ -129,7 +137,7 @@ def train(
         loss=torch.stack(losses),
         gradients={
             name: weight.grad.full_tensor() if wrap == "fsdp" else weight.grad
-            for name, weight in model.named_parameters()
+            for name, weight in model.named_parameters() if weight.requires_grad
         },
         means=[*take_means(model), *backward], prices=state_of(model).steering.state(),
     )  # fmt: skip

@@ -63,7 +63,7 @@ def test_two_ranks():
             ("llama", "dense", "packed", dict(wrap="ddp")),
             ("llama", "price", "plain", dict(wrap="fsdp", layers=2)),
             ("llama", "fixed", "padded", dict(reentrant=False)),
-            ("llama", "price", "odd", dict()),
+            ("llama", "price", "odd", dict(lora=8)),
             ("six heads, three KV heads", "price", "one", dict()),
             ("gpt-oss", "fixed", "packed", dict(layers=2)),
         ],

@@ -284,6 +284,7 @@ def test_the_default_length_fits_any_number_of_processes(processes, tmp_path):
 
 @pytest.mark.gpu
 def test_on_gpus(tmp_path):
+    pytest.importorskip("megatron.core", reason="the quick start trains by megatron-core")
     done = run_quickstart(tmp_path, "--device", "cuda", "--output", "out")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert (tmp_path / "out" / "pattern.png").exists()
