@@ -1,14 +1,15 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Steps of a transformers model whose sequences are shared by GPUs: target recall beside dense attention.
 
-    torchrun --nproc-per-node 2 -m benchmarks.model.sequences --model coder.gguf --text FILE --lengths 32K 128K
-    torchrun --nproc-per-node 2 -m benchmarks.model.sequences --shape qwen3-8b --layers 6 --lengths 1M
+    torchrun --nproc-per-node 2 -m benchmarks.model.sequences --model coder.gguf --text FILE --lengths 128K
+    torchrun --nproc-per-node 2 -m benchmarks.model.sequences --shape qwen3-8b --layers 2 --lengths 1M
 
 Every case trains on the same windows of the text from the same weights (random ones and tokens for a shape),
 with FSDP 2, float32 weights and bf16 products, AdamW, Liger-Kernel's loss in chunks, and checkpointed layers
 that keep what attention found, for dense attention too. Dense attention is PyTorch's (cuDNN's kernel, or
 FlashAttention's), between the same all-to-alls. YaRN beyond the model's positions. Appends rows to
-``results/sequences.jsonl``: seconds of each step, tokens a second and GPU, peak memory, loss, density, recall.
+``results/sequences.jsonl``: seconds of each step, tokens a second and GPU, peak memory, loss, density and
+recall.
 """
 
 from __future__ import annotations
@@ -50,6 +51,11 @@ SHAPES = {
         num_key_value_heads=8, head_dim=128, vocab_size=151936, num_hidden_layers=36,
         max_position_embeddings=40960, rope_theta=1e6, tie_word_embeddings=False,
     ),
+    "qwen2.5-0.5b": dict(
+        model_type="qwen2", hidden_size=896, intermediate_size=4864, num_attention_heads=14,
+        num_key_value_heads=2, vocab_size=151936, num_hidden_layers=24, max_position_embeddings=32768,
+        rope_theta=1e6, tie_word_embeddings=True,
+    ),
     "tiny": dict(
         model_type="qwen2", hidden_size=256, intermediate_size=128, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=512, num_hidden_layers=2, max_position_embeddings=512,
@@ -79,20 +85,26 @@ def keep_attention(context, operation, *args, **kwargs):
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def model_of(options, length: int) -> PreTrainedModel:
-    """With float32 weights, on the CPU; random ones of a shape are the same on all ranks."""
+def model_of(options) -> PreTrainedModel:
+    """With float32 weights; random ones of a shape are the same on all ranks."""
     if options.shape:
         sizes = dict(SHAPES[options.shape])
         sizes["num_hidden_layers"] = options.layers or sizes["num_hidden_layers"]
         config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
         torch.manual_seed(1)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.device(options.device):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     else:
-        where, how = options.model, {}
-        if where.suffix == ".gguf":
-            where, how = options.model.parent, dict(gguf_file=options.model.name)
+        where, how = named(options.model)
         model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, **how)
     return model
+
+
+def named(model: Path) -> tuple[Path, dict[str, str]]:
+    """A model's folder, and what transformers is told beside it."""
+    if model.suffix == ".gguf":
+        return model.parent, dict(gguf_file=model.name)
+    return model, {}
 
 
 def stretch(model: PreTrainedModel, length: int) -> None:
@@ -108,12 +120,11 @@ def stretch(model: PreTrainedModel, length: int) -> None:
 
 def tokens_from(options, count: int) -> torch.Tensor:
     if options.shape:
-        return torch.randint(SHAPES[options.shape]["vocab_size"], (count,), generator=torch.Generator().manual_seed(1))
+        most = SHAPES[options.shape]["vocab_size"]
+        return torch.randint(most, (count,), generator=torch.Generator().manual_seed(1))
     if options.text.suffix == ".pt":
         return torch.load(options.text).long()
-    where, how = options.model, {}
-    if where.suffix == ".gguf":
-        where, how = options.model.parent, dict(gguf_file=options.model.name)
+    where, how = named(options.model)
     tokenizer = AutoTokenizer.from_pretrained(where, **how)
     found = tokenizer(options.text.read_text(encoding="utf-8"))["input_ids"]
     return torch.tensor(found)
@@ -206,7 +217,7 @@ def main() -> None:
         torch.cuda.set_device(dist.get_node_local_rank())
     lengths = [tokens_of(each) for each in options.lengths]
     steps = options.steps * len(lengths) if len(options.steps) == 1 else options.steps
-    source = model_of(options, max(lengths))
+    source = model_of(options)
     tokens = tokens_from(options, max(lengths) * 2 + 1)
     for length, count in zip(lengths, steps):
         for setting in options.settings:

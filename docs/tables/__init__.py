@@ -159,6 +159,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "breakdown": step_tables.breakdown,
     "layouts": step_tables.layouts,
     "sft": step_tables.sft,
+    "sequences": step_tables.sequences,
     "training": step_tables.training,
     "kernels": kernel_tables.kernels,
     "selection": kernel_tables.selection,

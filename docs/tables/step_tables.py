@@ -264,6 +264,41 @@ sft = Table(
 """Packed conversations."""
 
 
+def _faster(row: Row) -> str:
+    same = ("model", "layers", "length", "gpus", "gpu", "commit")
+    dense = [
+        each
+        for each in rows("sequences")
+        if each["setting"] == "dense" and all(each[name] == row[name] for name in same)
+    ]
+    return f"**{dense[-1]['step_s'] / row['step_s']:.1f}x**" if row["densities"] and dense else ""
+
+
+def _at_end(name: str, how: str) -> Callable[[Row], str]:
+    return lambda row: cell("{" + how + "}", {name: row[name][-1]}) if row[name] else ""
+
+
+sequences = Table(
+    "sequences",
+    {
+        "tokens": "{length:K}",
+        "attention": lambda row: (
+            "dense, PyTorch" if row["setting"] == "dense" else row["setting"].replace("_", " ")
+        ),
+        "density": _at_end("densities", "densities:share"),
+        "recall": _at_end("recalls", "recalls:share"),
+        "s / step": "{step_s:.2f}",
+        "over dense": _faster,
+        "tokens/s/GPU": "{tokens_per_s_gpu:,.0f}",
+        "peak GiB": "{memory_gib:.1f}",
+        "loss, first and last step": lambda row: f"{row['losses'][0]:.4f}, {row['losses'][-1]:.4f}",
+    },
+    where=lambda row: row["model"] == "coder.gguf",
+    newest=("length", "setting", "gpus", "gpu"),
+)
+"""Sequences that GPUs share, in transformers."""
+
+
 def _equal(row: Row) -> str:
     same = "every digit" if row["equal"] else "yes" if row["within"] else "**no**"
     return same if row["like"] else ""

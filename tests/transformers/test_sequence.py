@@ -132,7 +132,7 @@ def test_evaluation_is_of_parts_or_of_whole_sequences():
 def test_the_lines_of_the_page(tmp_path):
     page = Path(__file__).parents[2] / "docs" / "transformers.md"
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    (code,) = [block for block in blocks if "sequence_parallel" in block]
+    (code,) = [block for block in blocks if "sequence_parallel=group" in block]
     model = model_of("llama", 1)
     model.save_pretrained(tmp_path)
     before = [weight.detach() for weight in model.parameters()]
