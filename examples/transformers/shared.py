@@ -1,0 +1,259 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""What finetune.py and sft.py have in common: options, the data's rows, and a model with enough positions."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from pathlib import Path
+
+import torch
+from datasets import Dataset, load_dataset, load_from_disk
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+from megatron_mtraining import ConfigError, MTrainingConfig
+
+FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
+COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
+UNITS = {"": 1, "K": 1024, "M": 1024**2}
+
+
+def tokens(words: str) -> int:
+    """A number of tokens: 131072, 128K or 1M."""
+    found = re.fullmatch(r"([1-9]\d*)([KM]?)", words.upper())
+    if not found:
+        raise argparse.ArgumentTypeError(
+            f"{words!r} is no number of tokens such as 32768, 128K or 1M"
+        )
+    return int(found[1]) * UNITS[found[2]]
+
+
+def positive(words: str) -> int:
+    if not words.isdigit() or int(words) < 1:
+        raise argparse.ArgumentTypeError(f"{words!r} is no number above 0")
+    return int(words)
+
+
+def parser_of(description: str, data: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    # Without a default there is nothing to show: argparse would print "None".
+    add, hidden = parser.add_argument, argparse.SUPPRESS
+    add("model", help="folder, or name on the Hugging Face Hub")
+    add("data", help=f"{data}: .jsonl, .parquet, a folder, or the name of a dataset on the Hub")
+    add(
+        "--output",
+        required=True,
+        default=hidden,
+        help="folder of checkpoints and the trained model",
+    )
+    add(
+        "--length",
+        type=tokens,
+        default="32K",
+        help="tokens of a sequence, such as 32768, 128K or 1M",
+    )
+    add(
+        "--rope-factor",
+        type=float,
+        default=hidden,
+        help="extend the model's positions by YaRN, such as 4",
+    )
+    add(
+        "--target-recall",
+        type=float,
+        default=0.95,
+        help="attention mass that each head should keep",
+    )
+    add("--steps", type=positive, default=1000, help="optimizer steps")
+    add(
+        "--batch",
+        type=positive,
+        default=hidden,
+        help="sequences of a step (default: one of each group)",
+    )
+    add("--learning-rate", type=float, default=1e-5, help="the highest, after the warm-up")
+    add("--save-steps", type=positive, default=100, help="steps between checkpoints")
+    add("--resume", action="store_true", help="go on from the last checkpoint in --output")
+    add(
+        "--report-to",
+        choices=("none", "tensorboard", "wandb"),
+        default="none",
+        help="also log there",
+    )
+    parser.set_defaults(rope_factor=None, batch=None)
+    return parser
+
+
+def settings_of(options: argparse.Namespace) -> MTrainingConfig:
+    return MTrainingConfig.from_options(target_recall=options.target_recall)
+
+
+def checkpoint_of(options: argparse.Namespace) -> str | None:
+    """The checkpoint to go on from. A run never goes over another's checkpoints."""
+    folder = options.output
+    last = get_last_checkpoint(folder) if os.path.isdir(folder) else None
+    if options.resume and last is None:
+        raise ConfigError(f"there is no checkpoint in {folder}: leave --resume out")
+    if last is not None and not options.resume:
+        raise ConfigError(f"there is {last}: give --resume to go on from it, or another --output")
+    return last
+
+
+def micro_batches(options: argparse.Namespace, groups: int) -> int:
+    """Sequences that each group of ranks trains on in a step, one after the other."""
+    batch = options.batch or groups
+    if batch % groups:
+        raise ConfigError(f"--batch is {batch}: give a multiple of the {groups} groups of ranks")
+    return batch // groups
+
+
+def training(options: argparse.Namespace, accumulated: int) -> dict:
+    """Arguments of either trainer."""
+    has_gpu = torch.cuda.is_available()
+    names = TrainingArguments.__dataclass_fields__  # transformers renames it
+    recomputation = "activation_checkpointing"
+    if recomputation not in names:
+        recomputation = "gradient_checkpointing"
+    return {recomputation: True, f"{recomputation}_kwargs": dict(use_reentrant=False)} | dict(
+        output_dir=options.output, max_steps=options.steps, learning_rate=options.learning_rate,
+        per_device_train_batch_size=1, gradient_accumulation_steps=accumulated,
+        lr_scheduler_type="cosine", warmup_steps=min(100, options.steps // 10),
+        # Weights are float32, or steps of a small learning rate would be lost to rounding; layers compute in bf16.
+        bf16=has_gpu, use_cpu=not has_gpu,
+        logging_steps=1, report_to=[] if options.report_to == "none" else [options.report_to],
+        save_strategy="steps", save_steps=options.save_steps, save_total_limit=2,
+        ddp_timeout=6 * 3600,  # the first rank tokenizes, and the others wait
+    )  # fmt: skip
+
+
+def check_devices(arguments) -> None:
+    if arguments.n_gpu > 1:
+        raise ConfigError(
+            f"this process sees {arguments.n_gpu} GPUs: start one process for each by torchrun "
+            "--nproc-per-node, or set CUDA_VISIBLE_DEVICES=0"
+        )
+
+
+def rows_of(data: str, column: str) -> Dataset:
+    """The rows of a data set that have something in a column."""
+    place = Path(data)
+    name = place.name
+    for end in COMPRESSED:
+        name = name.removesuffix(end)
+    kind = FORMATS.get(Path(name).suffix)
+    try:
+        if place.is_file() and kind:
+            found = _files([place], kind)
+        elif (place / "state.json").is_file():
+            found = load_from_disk(data)
+        elif place.is_dir() and (texts := sorted(place.rglob("*.txt"))):
+            found = _files(texts, "text")
+        elif place.exists() and not place.is_dir():
+            raise ConfigError(f"{data} ends in none of {', '.join(FORMATS)}")
+        elif kind or place.is_absolute() or data.startswith(".") or data.count("/") > 1:
+            if not place.exists():  # and is no name on the Hub
+                raise ConfigError(f"there is no {data}")
+            found = load_dataset(data, split="train")
+        else:
+            found = load_dataset(data, split="train")
+    except (OSError, ValueError, RuntimeError) as error:  # datasets has no class of its own for all
+        if isinstance(error, ConfigError):
+            raise
+        reason = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
+        raise ConfigError(f"{data} cannot be read as a data set: {reason[0]}") from error
+    if not isinstance(found, Dataset):
+        raise ConfigError(f"{data} has several parts, {', '.join(found)}: give the folder of one")
+    if column not in found.column_names:
+        raise ConfigError(f"{data} has no column {column!r}, but {', '.join(found.column_names)}")
+    kept = found.select_columns([column]).filter(lambda values: [bool(each) for each in values],
+                                                 input_columns=column, batched=True)  # fmt: skip
+    if not len(kept):
+        raise ConfigError(f"{data} has no row with something in {column!r}")
+    return kept
+
+
+def _files(paths: list[Path], kind: str) -> Dataset:
+    if not any(path.stat().st_size for path in paths):
+        raise ConfigError(f"{paths[0]} is empty")
+    # A text is one document, not one for each of its lines.
+    more = dict(sample_by="document") if kind == "text" else {}
+    return load_dataset(kind, data_files=[str(path) for path in paths], split="train", **more)
+
+
+def tokenizer_of(model: str):
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{model} has no tokenizer that can be read: {_first_line(error)}"
+        ) from error
+
+
+def config_of(options: argparse.Namespace):
+    """The model's configuration, with positions for the length.
+
+    Raises:
+        ConfigError: there is no such model; it has too few positions.
+    """
+    try:
+        config = AutoConfig.from_pretrained(options.model)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{options.model} is no model that can be read: {_first_line(error)}"
+        ) from error
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None) or options.length
+    factor = options.rope_factor
+    if factor is not None:
+        rope = dict(getattr(text, "rope_parameters", None) or {})
+        if not factor > 1:
+            raise ConfigError(f"--rope-factor is {factor:g}: give a factor above 1")
+        if rope.get("rope_type", "scaled by layer") != "default":
+            kind = rope.get("rope_type", "none, or one of each kind of layer")
+            raise ConfigError(
+                f"--rope-factor is given, but {options.model} has rope_type {kind}: leave it out"
+            )
+        before, positions = positions, int(factor * positions)
+        rope |= dict(rope_type="yarn", factor=factor, original_max_position_embeddings=before)
+        text.rope_parameters, text.max_position_embeddings = rope, positions
+    if options.length > positions:
+        least = -(-options.length * (factor or 1) // positions)
+        raise ConfigError(
+            f"--length is {options.length}, but {options.model} has {positions} positions: give --rope-factor "
+            f"{least:g} to extend them, or a shorter length"
+        )
+    return config
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def load_model(options: argparse.Namespace, config, attention: str, dtype: torch.dtype):
+    return AutoModelForCausalLM.from_pretrained(
+        options.model, config=config, attn_implementation=attention, dtype=dtype
+    )
+
+
+def save(trainer, dtype: torch.dtype | None = None) -> None:
+    """Save what was trained, with the tokenizer, as it is served: of the dtype that it came with, while
+    checkpoints have float32, and with a KV cache, which the trainer has switched off."""
+    model = trainer.model
+    model.config.use_cache = True
+    if dtype is not None:
+        model.to(dtype)
+    trainer.save_model()
+
+
+def keep_bf16_between_layers(model) -> None:
+    """Have layers pass on bf16 values under autocast, as they do under FSDP 2. Embeddings of float32 weights
+    would else make them float32, and twice as large in memory."""
+
+    def to_bf16(module, args, out):
+        return out.to(torch.bfloat16) if torch.is_autocast_enabled("cuda") else out
+
+    model.get_input_embeddings().register_forward_hook(to_bf16)
