@@ -67,7 +67,8 @@ class Packed(torch.utils.data.Dataset):
         for number in range(first, last + 1):
             there = 0 if number == 0 else int(self.ends[number - 1])
             part = slice(max(begin - there, 0), end - there)
-            found.append(torch.tensor(self.documents[number]["input_ids"][part]))
+            whole = np.asarray(self.documents[number]["input_ids"], dtype=np.int64)
+            found.append(torch.from_numpy(whole[part].copy()))
             positions.append(torch.arange(len(found[-1])))
         input_ids, position_ids = torch.cat(found), torch.cat(positions)
         # A document says nothing about the first token of the next.
@@ -87,7 +88,7 @@ def packed(options, arguments, tokenizer) -> Packed:
     with arguments.main_process_first(desc="tokenizing"):  # the others read what it has written
         documents = rows_of(options.data, "text")
         documents = documents.map(tokenize, batched=True, batch_size=100, remove_columns="text")
-    made = Packed(documents, options.length)
+    made = Packed(documents.with_format("numpy"), options.length)
     if not len(made):
         raise ConfigError(
             f"{options.data} has {made.ends[-1]} tokens, fewer than the {options.length} of --length"
@@ -116,7 +117,7 @@ class TextTrainer(Trainer):
 
 
 def sharing(world: int, ranks: int) -> dict:
-    """Arguments for several ranks: weights are divided over all, and each group of ranks shares a sequence."""
+    """Arguments for several ranks: weights are divided over all, and a group of ranks shares a sequence."""
     if world == 1:
         return {}
     plan = dict(

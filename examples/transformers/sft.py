@@ -71,14 +71,14 @@ def train(options) -> None:
         raise ConfigError(f"--lora is {options.lora}: give a rank, or 0")
     if options.lora and options.rope_factor is not None:
         raise ConfigError(
-            "--rope-factor is given with --lora, whose adapters do not keep the model's positions: extend the "
-            "model by finetune.py first, or give --lora 0"
+            "--rope-factor is given with --lora, whose adapters do not keep the model's positions: extend "
+            "the model by finetune.py first, or give --lora 0"
         )
     settings, checkpoint, config = settings_of(options), checkpoint_of(options), config_of(options)
     peft_config, saved = adapters(options.lora), config.dtype or torch.float32
     tokenizer = tokenizer_of(options.model)
     check_template(tokenizer, options.model)
-    # Rows of several conversations at most; TRL divides none in two.
+    # TRL cuts conversations that are longer than a sequence, and divides none over two.
     arguments = SFTConfig(
         **training(options, micro_batches(options, world)),
         max_length=options.length, packing=True, assistant_only_loss=True,

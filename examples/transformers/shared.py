@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset, load_dataset, load_from_disk
+from datasets.exceptions import DatasetsError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -17,6 +18,8 @@ from megatron_mtraining import ConfigError, MTrainingConfig
 
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
 COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
+ON_HUB = r"\w[\w.-]*(/\w[\w.-]*)?"
+"""Names of data sets on the Hugging Face Hub, with their owner or without."""
 UNITS = {"": 1, "K": 1024, "M": 1024**2}
 
 
@@ -89,7 +92,10 @@ def parser_of(description: str, data: str) -> argparse.ArgumentParser:
 
 
 def settings_of(options: argparse.Namespace) -> MTrainingConfig:
-    return MTrainingConfig.from_options(target_recall=options.target_recall)
+    try:
+        return MTrainingConfig.from_options(target_recall=options.target_recall)
+    except ConfigError as error:  # names Megatron's option
+        raise ConfigError(str(error).replace("--mtraining-", "--")) from error
 
 
 def checkpoint_of(options: argparse.Namespace) -> str | None:
@@ -122,7 +128,7 @@ def training(options: argparse.Namespace, accumulated: int) -> dict:
         output_dir=options.output, max_steps=options.steps, learning_rate=options.learning_rate,
         per_device_train_batch_size=1, gradient_accumulation_steps=accumulated,
         lr_scheduler_type="cosine", warmup_steps=min(100, options.steps // 10),
-        # Weights are float32, or steps of a small learning rate would be lost to rounding; layers compute in bf16.
+        # Weights are float32, or small steps would be lost to rounding; layers compute in bf16.
         bf16=has_gpu, use_cpu=not has_gpu,
         logging_steps=1, report_to=[] if options.report_to == "none" else [options.report_to],
         save_strategy="steps", save_steps=options.save_steps, save_total_limit=2,
@@ -139,49 +145,63 @@ def check_devices(arguments) -> None:
 
 
 def rows_of(data: str, column: str) -> Dataset:
-    """The rows of a data set that have something in a column."""
-    place = Path(data)
-    name = place.name
-    for end in COMPRESSED:
-        name = name.removesuffix(end)
-    kind = FORMATS.get(Path(name).suffix)
+    """The rows of a data set that have something in a column.
+
+    Raises:
+        ConfigError: there is no such data set; it cannot be read; it has no such rows.
+    """
+    check_data(data)
     try:
-        if place.is_file() and kind:
-            found = _files([place], kind)
-        elif (place / "state.json").is_file():
-            found = load_from_disk(data)
-        elif place.is_dir() and (texts := sorted(place.rglob("*.txt"))):
-            found = _files(texts, "text")
-        elif place.exists() and not place.is_dir():
-            raise ConfigError(f"{data} ends in none of {', '.join(FORMATS)}")
-        elif kind or place.is_absolute() or data.startswith(".") or data.count("/") > 1:
-            if not place.exists():  # and is no name on the Hub
-                raise ConfigError(f"there is no {data}")
-            found = load_dataset(data, split="train")
-        else:
-            found = load_dataset(data, split="train")
-    except (OSError, ValueError, RuntimeError) as error:  # datasets has no class of its own for all
-        if isinstance(error, ConfigError):
-            raise
-        reason = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
-        raise ConfigError(f"{data} cannot be read as a data set: {reason[0]}") from error
-    if not isinstance(found, Dataset):
-        raise ConfigError(f"{data} has several parts, {', '.join(found)}: give the folder of one")
+        found = _read(data)
+    except (OSError, ValueError, DatasetsError) as error:
+        raise ConfigError(
+            f"{data} cannot be read as a data set: {_first_line(error.__cause__ or error)}"
+        ) from error
     if column not in found.column_names:
         raise ConfigError(f"{data} has no column {column!r}, but {', '.join(found.column_names)}")
-    kept = found.select_columns([column]).filter(lambda values: [bool(each) for each in values],
-                                                 input_columns=column, batched=True)  # fmt: skip
+    kept = found.select_columns(column).filter(_is_there, input_columns=column, batched=True)
     if not len(kept):
         raise ConfigError(f"{data} has no row with something in {column!r}")
     return kept
 
 
+def check_data(data: str) -> None:
+    """What can be said of a data set without reading it."""
+    place = Path(data)
+    if place.is_file():
+        if _kind(place) is None:
+            raise ConfigError(f"{data} ends in none of {', '.join(FORMATS)}")
+        if not place.stat().st_size:
+            raise ConfigError(f"{data} is empty")
+    elif not place.is_dir() and (_kind(place) or not re.fullmatch(ON_HUB, data)):
+        raise ConfigError(f"there is no {data}")
+
+
+def _read(data: str) -> Dataset:
+    place = Path(data)
+    if place.is_file():
+        return _files([place], _kind(place))
+    if (place / "state.json").is_file():  # by save_to_disk
+        return load_from_disk(data)
+    if texts := sorted(place.rglob("*.txt")):
+        return _files(texts, "text")
+    return load_dataset(data, split="train")
+
+
 def _files(paths: list[Path], kind: str) -> Dataset:
-    if not any(path.stat().st_size for path in paths):
-        raise ConfigError(f"{paths[0]} is empty")
     # A text is one document, not one for each of its lines.
     more = dict(sample_by="document") if kind == "text" else {}
     return load_dataset(kind, data_files=[str(path) for path in paths], split="train", **more)
+
+
+def _kind(path: Path) -> str | None:
+    """What reads a file, by its name without the end of a compressed one."""
+    ends = [end for end in path.suffixes if end not in COMPRESSED]
+    return FORMATS.get(ends[-1]) if ends else None
+
+
+def _is_there(values: list) -> list[bool]:
+    return [bool(each) for each in values]
 
 
 def tokenizer_of(model: str):
@@ -223,8 +243,8 @@ def config_of(options: argparse.Namespace):
     if options.length > positions:
         least = -(-options.length * (factor or 1) // positions)
         raise ConfigError(
-            f"--length is {options.length}, but {options.model} has {positions} positions: give --rope-factor "
-            f"{least:g} to extend them, or a shorter length"
+            f"--length is {options.length}, but {options.model} has {positions} positions: give "
+            f"--rope-factor {least:g} to extend them, or a shorter length"
         )
     return config
 
@@ -254,6 +274,6 @@ def keep_bf16_between_layers(model) -> None:
     would else make them float32, and twice as large in memory."""
 
     def to_bf16(module, args, out):
-        return out.to(torch.bfloat16) if torch.is_autocast_enabled("cuda") else out
+        return out.to(torch.bfloat16) if torch.is_autocast_enabled(out.device.type) else out
 
     model.get_input_embeddings().register_forward_hook(to_bf16)
