@@ -266,6 +266,25 @@ def test_a_template_without_marks_is_refused(script):
         script("sft").check_template(words, "model")
 
 
+def shown():
+    """The page's commands, by their script."""
+    found = re.findall(
+        r"^    (?:python|torchrun --nproc-per-node \d) examples/transformers/(\w+)\.py (.*)$",
+        (SCRIPTS / "README.md").read_text(),
+        re.MULTILINE,
+    )
+    assert len(found) >= 7
+    return found
+
+
+@pytest.mark.parametrize(("name", "words"), shown())
+def test_options_of_the_page_exist(name, words, script):
+    if name == "sft":
+        pytest.importorskip("trl", "1.0", reason="sft.py trains by TRL")
+    _, options = script(name).options_of(words.split())
+    assert options.length >= 32768
+
+
 LENGTHS = {"32768": 32768, "128K": 131072, "128k": 131072, "1M": 1048576}
 
 
