@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -130,6 +131,13 @@ def sharing(world: int, ranks: int) -> dict:
     return dict(parallelism_config=mesh, fsdp=True, fsdp_config=plan)
 
 
+def check_checkpoint(folder: str | None, world: int) -> None:
+    """One GPU and several have different files in a checkpoint."""
+    if folder is not None and (Path(folder) / "pytorch_model_fsdp.bin").exists() != (world > 1):
+        before = "one GPU" if world > 1 else "several GPUs"
+        raise ConfigError(f"{folder} is of a run on {before}: go on as it began")
+
+
 def train(options) -> None:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     ranks = options.sequence_ranks or (1 if options.dense else world)
@@ -140,6 +148,7 @@ def train(options) -> None:
     if options.dense and ranks > 1:
         raise ConfigError("--dense trains on whole sequences: leave --sequence-ranks out")
     settings, checkpoint, config = settings_of(options), checkpoint_of(options), config_of(options)
+    check_checkpoint(checkpoint, world)
     saved = config.dtype or torch.float32
     tokenizer = tokenizer_of(options.model)
     has_gpu = torch.cuda.is_available()

@@ -230,9 +230,14 @@ def test_what_is_wrong_is_named(given, message, folder, script, tmp_path, capsys
 
 def test_checkpoints_are_not_overwritten(folder, script, tmp_path, capsys):
     (tmp_path / "checkpoint-3").mkdir()
+    words = options(folder / "model", folder / "texts.jsonl", tmp_path)
     with pytest.raises(SystemExit):
-        script("finetune").main(options(folder / "model", folder / "texts.jsonl", tmp_path))
+        script("finetune").main(words)
     assert "checkpoint-3: give --resume to go on from it" in capsys.readouterr().err
+    (tmp_path / "checkpoint-3/pytorch_model_fsdp.bin").touch()
+    with pytest.raises(SystemExit):
+        script("finetune").main([*words, "--resume"])
+    assert "checkpoint-3 is of a run on several GPUs: go on as" in capsys.readouterr().err
 
 
 CHATS = [
