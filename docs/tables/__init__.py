@@ -160,6 +160,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "layouts": step_tables.layouts,
     "sft": step_tables.sft,
     "sequences": step_tables.sequences,
+    "sequences_shapes": step_tables.sequences_shapes,
     "training": step_tables.training,
     "kernels": kernel_tables.kernels,
     "selection": kernel_tables.selection,

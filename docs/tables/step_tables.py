@@ -299,6 +299,32 @@ sequences = Table(
 """Sequences that GPUs share, in transformers."""
 
 
+def _projected(row: Row) -> str:
+    """Seconds of a step of the whole model on 8 GPUs: of so many layers of one as others take."""
+    if row["model"] != "qwen3-8b" or row["length"] < 2**20:
+        return ""
+    return f"{row['step_s'] * 36 / row['layers'] * row['gpus'] / 8:.0f}"
+
+
+sequences_shapes = Table(
+    "sequences",
+    {
+        "shape, layers": "{model}, {layers}",
+        "tokens": "{length:K}",
+        "GPUs": "{gpus}",
+        "attention": lambda row: "dense" if row["setting"] == "dense" else "pattern",
+        "density": _at_end("densities", "densities:share"),
+        "s / step": "{step_s:.2f}",
+        "peak GiB": "{memory_gib:.1f}",
+        "36 layers, 8 GPUs, projected: s / step": _projected,
+    },
+    where=lambda row: row["model"] != "coder.gguf",
+    newest=("model", "length", "setting", "gpus", "gpu"),
+    order=lambda row: (row["model"], row["length"], row["gpus"]),
+)
+"""Time and memory of shapes with random weights."""
+
+
 def _equal(row: Row) -> str:
     same = "every digit" if row["equal"] else "yes" if row["within"] else "**no**"
     return same if row["like"] else ""

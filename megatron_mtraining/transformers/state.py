@@ -213,7 +213,8 @@ class PatternState:
         for layer, sums in self._sums[training].items():
             density, calls, lost, exposed = sums.cpu()
             means[0, layer] = density / calls
-            means[1, layer] = 1 - torch.where(exposed > 0, lost / exposed, 0.0)
+            recall = 1 - torch.where(exposed > 0, lost / exposed, 0.0)
+            means[1, layer] = recall.clamp(0, 1)  # a quotient of two rounded sums
         self._sums[training] = {}
         return PatternMeans(*means)
 

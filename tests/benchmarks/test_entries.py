@@ -349,8 +349,15 @@ def test_training_and_its_ablations(files, tmp_path, monkeypatch):
     assert any(row["policy"] == "price" and row["trained_own_over_dense"] for row in joined)
 
 
+def of_sequences(rows: Rows) -> None:
+    pattern, dense = rows
+    assert pattern["losses"] == pytest.approx(dense["losses"], rel=0.05)
+    assert 0 < pattern["densities"][-1] < 1 and not dense["densities"]
+    assert all(row["step_s"] > 0 and row["gpus"] == 2 for row in rows)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["kernels.loss", "layer.rings"])
+@pytest.mark.parametrize("name", ["kernels.loss", "layer.rings", "model.sequences"])
 def test_rows_of_other_processes(name, tmp_path):
     """Of process groups, which this process has none of."""
     output = tmp_path / "rows.jsonl"
@@ -359,6 +366,8 @@ def test_rows_of_other_processes(name, tmp_path):
         command, environment = [sys.executable], dict(os.environ)
     else:
         words = "--seq 1024 --shape 2 1 64 --budget 0 --case"
+        if name == "model.sequences":
+            words = "--shape tiny --lengths 1K --steps 2 --settings price=1.0 dense"
         command, environment = torchrun_command(2)
     words = [*words.split(), *(["3500 columns", "all distances"] if "rings" in name else [])]
     done = subprocess.run(
@@ -367,7 +376,8 @@ def test_rows_of_other_processes(name, tmp_path):
         capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    (of_loss if name == "kernels.loss" else of_rings)(jobs.read(output))
+    check = {"kernels.loss": of_loss, "layer.rings": of_rings, "model.sequences": of_sequences}
+    check[name](jobs.read(output))
 
 
 @pytest.mark.slow

@@ -129,6 +129,7 @@ if any("spawn_main" in word for word in sys.argv) or "multiprocessing.spawn" in 
     assert not (tmp_path / "quickstart-out").exists()
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_is_named_and_ended(tmp_path):
     """The others wait for it as long as --timeout says, and no longer."""
