@@ -151,8 +151,8 @@ def attention(
     query, key = query.to(value.dtype), key.to(value.dtype)
     parallel = attention_mask.parallel
     if parallel is not None:
+        length *= parallel.ranks.world
         query, key, value = parallel.to_heads(query, key, value)
-        length = query.shape[2]
         offset = None if offset is None else offset[parallel.heads]
     parts = attention_mask.parts(batch, length, query.device)
     attention_mask.check_window(window, batch, length, query.device, place)
@@ -164,17 +164,17 @@ def attention(
                 return _by_pattern(
                     state, layer, module.training, *own, part.documents, scaling, offset, parallel
                 )
-            return _by_window(state, layer, window, *own, part.documents, scaling, offset)
+            return _by_window(state, layer, window, *own, part.documents, scaling, offset, parallel)
         except ValueError as error:
             raise ConfigError(f"the {place} cannot run: {error}") from error
 
     if parts[0].entries == slice(None):
         out = attend_to(parts[0])
     else:
-        out = value.new_zeros(batch, length, *query.shape[1::2])
+        out = value.new_zeros(batch, query.shape[2], *query.shape[1::2])
         for part in parts:
             out[part.entries, part.first : part.end] = attend_to(part)
-    return out if parallel is None else parallel.to_tokens(out), None
+    return out if parallel is None else parallel.to_tokens(out, length), None
 
 
 def _by_pattern(
@@ -194,12 +194,13 @@ def _by_pattern(
     Args:
         query: ``[b, h, s, d]``; key, value ``[b, hk, s, d]``, without padding.
         offset: the heads' softmax offsets, ``[h]``; None for none.
-        parallel: the ranks that have the other heads of the layer; None if these are all.
+        parallel: the ranks that have the other heads of the layer, or other tokens; None if these are all.
     """
     config, policies, price = state.config, state.policies(layer, parallel), None
+    ring, length = _ring(parallel, query)
     if not training:
         config = _without_pruning(config)
-    if state.steering.is_dense or not _searches(config, query.shape[2]):
+    if state.steering.is_dense or not _searches(config, length):
         config, policies = _dense(config), None
     else:
         price = state.price(layer, query.device, parallel)
@@ -207,6 +208,7 @@ def _by_pattern(
         layer,
         *(t.permute(2, 0, 1, 3) for t in (query, key, value)),
         config=config,
+        cp_group=ring,
         softmax_scale=scaling,
         softmax_offset=offset,
         documents=documents,
@@ -218,6 +220,11 @@ def _by_pattern(
         state.observe(layer, result.index, training, parallel)
     out = result.out.transpose(0, 1)
     if state.dense_tail and not training:
+        if ring is not None:
+            raise ConfigError(
+                f"dense_tail is {state.dense_tail}, and the ranks of sequence_parallel, which cannot share "
+                "the heads evenly, have parts of the sequence in attention: leave dense_tail out"
+            )
         out = with_dense_tail(out, query, key, value, documents, scaling, state.dense_tail, offset)
     return out
 
@@ -232,19 +239,29 @@ def _by_window(
     documents: VisibleRanges | None,
     scaling: float | None,
     offset: Tensor | None,
+    parallel: SequenceParallel | None,
 ) -> Tensor:
     """Attention to all keys of a sliding window of so many, the query's own included. Arguments as for
     :func:`_by_pattern`. Not counted."""
-    batch, _, length, _ = query.shape
+    ring, length = _ring(parallel, query)
     result = attend_once(
         layer,
         *(t.permute(2, 0, 1, 3) for t in (query, key, value)),
         config=exact(state.config),
+        cp_group=ring,
         softmax_scale=scaling,
         softmax_offset=offset,
-        documents=sliding_window(window, batch, length, query.device, documents),
+        documents=sliding_window(window, len(query), length, query.device, documents),
     )
     return result.out.transpose(0, 1)
+
+
+def _ring(parallel: SequenceParallel | None, query: Tensor):
+    """The process group of a ring, or None, and the length of the sequence, padded, of which ``query`` has
+    all tokens or this rank's."""
+    if parallel is None or parallel.ring is None:
+        return None, query.shape[2]
+    return parallel.ring, query.shape[2] * parallel.ranks.world
 
 
 @lru_cache(maxsize=256)

@@ -32,7 +32,7 @@ class Part(NamedTuple):
     end: int
     """The place after their last token."""
     documents: VisibleRanges | None = None
-    """Packed documents of these tokens; None for one document."""
+    """Packed documents of these tokens; None for one document. With a ring, of those of all ranks."""
 
 
 class PatternMask:
@@ -128,6 +128,8 @@ class PatternMask:
             spans, is_numbered = token_spans(mask)
             numbers = mask if is_numbered else None
         starts = self._starts(spans, numbers, batch, length, device)
+        if self.parallel is not None and self.parallel.ring is not None:
+            return self._parts_of_ring(self.parallel, spans, starts, batch, length, device)
         if spans is None:
             documents = None if starts is None else VisibleRanges(starts, check=False)
             return [Part(slice(None), 0, length, documents)]
@@ -144,6 +146,37 @@ class PatternMask:
                 own = starts[chosen, first:end].clamp(min=first) - first
                 documents = VisibleRanges(own, check=False)
             parts.append(Part(chosen, first, end, documents))
+        return parts
+
+    @staticmethod
+    def _parts_of_ring(
+        parallel: SequenceParallel,
+        spans: list[tuple[int, int]] | None,
+        starts: Tensor | None,
+        batch: int,
+        length: int,
+        device: torch.device,
+    ) -> list[Part]:
+        """All of this rank's tokens of each entry, or of all entries if none is padded. Padding is not left
+        out, as it is anywhere in the striped layout: a token of it sees itself alone, and does not count."""
+        end = parallel.padded(length)
+        own = end // parallel.ranks.world
+        if spans is None and end == length:
+            documents = None if starts is None else VisibleRanges(starts, check=False)
+            return [Part(slice(None), 0, own, documents)]
+        parts = []
+        for entry, (first, last) in enumerate(spans or [(0, length)] * batch):
+            if first:
+                raise ConfigError(
+                    f"batch entry {entry} has {first} tokens of padding before its own, and the ranks of "
+                    "sequence_parallel cannot share the heads evenly: pad after the tokens"
+                )
+            start = torch.arange(end, device=device)
+            start[:last] = 0 if starts is None else starts[entry, :last]
+            rows = torch.arange(last, device=device)
+            if last:
+                documents = VisibleRanges(start[None], check=False, rows=rows)
+                parts.append(Part(slice(entry, entry + 1), 0, own, documents))
         return parts
 
     def _of_tokens(self, name: str, batch: int, length: int) -> Tensor:

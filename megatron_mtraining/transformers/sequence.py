@@ -3,7 +3,9 @@
 
 As in DeepSpeed-Ulysses (arXiv 2309.14509), an all-to-all before attention gives each rank all tokens of some
 heads, and one after it gives each rank all heads of its tokens again. In between, attention is that of one
-process. All else in a model is of each token alone, once it is told where the token is (``position_ids``).
+process. Where ranks cannot share the heads evenly, the all-to-alls go to the striped layout
+(:mod:`..layout`) and back, and in between is the ring (:mod:`..ring`). All else in a model is of each token
+alone, once it is told where the token is (``position_ids``).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch import Tensor
 from ..agreement import check_agreement
 from ..config import ConfigError
 from ..cp_group import ProcessGroup, RankGroup
+from ..relayout import Relayout, relayout, striped_owner
 
 WHO = "the ranks of sequence_parallel"
 TOKENS = {"input_ids": 1, "inputs_embeds": 1, "labels": 1, "shift_labels": 1, "attention_mask": 1,
@@ -37,27 +40,27 @@ class SequenceParallel:
     Args:
         group: the process group.
         heads: query heads of each layer of the model.
+        block_size: of the settings.
         evaluates: whether forwards in evaluation mode that have no KV cache are of parts of sequences, too.
 
     Attributes:
         ranks: the ranks.
         heads: those that this rank has during attention.
+        ring: the process group over which attention is a ring; None if each rank has all tokens there.
 
     Raises:
-        ConfigError: the group is none of this process, or its ranks cannot share the heads evenly.
+        ConfigError: the group is none of this process.
     """
 
-    def __init__(self, group: ProcessGroup, heads: int, evaluates: bool = True):
-        self.ranks, self.evaluates = _ranks_of(group), evaluates
-        world = self.ranks.world
-        if heads % world:
-            fit = [str(each) for each in range(1, heads + 1) if heads % each == 0]
-            raise ConfigError(
-                f"sequence_parallel is a group of {world} ranks, which cannot share the model's {heads} "
-                f"attention heads evenly: give a group of {', '.join(fit)} ranks"
-            )
-        own = heads // world
-        self.heads = slice(self.ranks.rank * own, (self.ranks.rank + 1) * own)
+    def __init__(
+        self, group: ProcessGroup, heads: int, block_size: int = 128, evaluates: bool = True
+    ):
+        self.ranks, self.evaluates, self.block_size = _ranks_of(group), evaluates, block_size
+        self.ring = group if heads % self.ranks.world else None
+        own = heads if self.ring is not None else heads // self.ranks.world
+        first = 0 if self.ring is not None else self.ranks.rank * own
+        self.heads = slice(first, first + own)
+        self._relayouts: dict[tuple[int, torch.device], Relayout] = {}
 
     def __deepcopy__(self, memo) -> SequenceParallel:
         return self  # a copy of a model has the same ranks
@@ -109,8 +112,25 @@ class SequenceParallel:
             value = value.long()  # not all backends have it
         return torch.cat(self.ranks.all_gather(value).unbind(), -1)
 
+    def padded(self, length: int) -> int:
+        """Tokens of a sequence of ``length`` in attention: with a ring, to whole blocks of each rank."""
+        step = 1 if self.ring is None else self.block_size * self.ranks.world
+        return -(-length // step) * step
+
+    def _striped(self, length: int, device: torch.device) -> Relayout:
+        """From consecutive tokens to the striped layout."""
+        if (length, device) not in self._relayouts:
+            world, part = self.ranks.world, length // self.ranks.world
+            token = torch.arange(length, device=device)
+            there = striped_owner(length, world, self.block_size, device=device)
+            lengths = part, self.padded(length) // world
+            made = relayout((token // part, token % part), there, lengths, self.ranks)
+            self._relayouts = {(length, device): made}  # of one length at a time
+        return self._relayouts[length, device]
+
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """All tokens of this rank's query heads, and of the KV heads that these attend to.
+        """All tokens of this rank's query heads, and of the KV heads that these attend to. With a ring, this
+        rank's tokens in the striped layout, of all heads; zeros for those beyond the sequence.
 
         Args:
             query: ``[b, h, s / world, d]``; key, value ``[b, hk, s / world, d]``; of one dtype. ``h`` is a
@@ -118,9 +138,14 @@ class SequenceParallel:
 
         Returns:
             ``[b, h / world, s, d]``, and two ``[b, n, s, d]``, strided. Where KV heads are not as many as
-            ranks, or a multiple, they are repeated, and their gradients are the sums over ranks.
+            ranks, or a multiple, they are repeated, and their gradients are the sums over ranks. With a ring,
+            ``[b, h, t, d]`` and two ``[b, hk, t, d]``, where ``t`` is a rank's part of the padded sequence.
         """
         world, heads = self.ranks.world, query.shape[1]
+        if self.ring is not None:
+            both = torch.cat((query, key, value), 1).permute(2, 0, 1, 3)
+            there = self._striped(len(both) * world, query.device).there(both).permute(1, 2, 0, 3)
+            return there.split([heads, key.shape[1], value.shape[1]], 1)
         of_one = heads // key.shape[1]  # query heads of a KV head
         repeats = of_one // gcd(of_one, heads // world)
         if repeats > 1:
@@ -130,14 +155,24 @@ class SequenceParallel:
         own = _Exchange.apply(torch.cat(parts, 3), self.ranks).flatten(0, 1).permute(1, 2, 0, 3)
         return own.split([part.shape[3] for part in parts], 1)
 
-    def to_tokens(self, out: Tensor) -> Tensor:
-        """All heads of this rank's tokens: ``[b, s / world, h, d]`` of ``[b, s, h / world, d]``."""
+    def to_tokens(self, out: Tensor, length: int) -> Tensor:
+        """All heads of this rank's tokens: ``[b, s / world, h, d]`` of ``[b, s, h / world, d]``, or with a
+        ring of ``[b, t, h, d]``.
+
+        Args:
+            length: s.
+        """
+        if self.ring is not None:
+            return self._striped(length, out.device).back(out.transpose(0, 1)).transpose(0, 1)
         sent = out.unflatten(1, (self.ranks.world, -1)).transpose(0, 1)
         # [world, b, s / world, n, d], of the heads of each rank
         return _Exchange.apply(sent, self.ranks).permute(1, 2, 0, 3, 4).flatten(2, 3)
 
     def of_all_heads(self, values: Tensor) -> Tensor:
-        """What is known of each head: ``[..., h]`` of this rank's ``[..., h / world]``. A collective."""
+        """What is known of each head: ``[..., h]`` of this rank's ``[..., h / world]``; with a ring, the mean
+        of what ranks know of their rows. A collective."""
+        if self.ring is not None:
+            return self.ranks.all_gather(values).mean(0)
         return torch.cat(self.ranks.all_gather(values).unbind(), -1)
 
 

@@ -205,7 +205,7 @@ def _attach(
         if is_trainer(sequence_parallel):
             share_sequences(sequence_parallel, state)
         else:
-            state.parallel = SequenceParallel(sequence_parallel, heads)
+            state.parallel = SequenceParallel(sequence_parallel, heads, config.block_size)
     state.steering.leave_out(_layers_of(of_model, SLIDING, RECURRENT))
     if ahead := lookahead_warning(config, *state.shape):
         warnings.warn(ahead, stacklevel=3)

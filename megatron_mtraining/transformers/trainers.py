@@ -64,7 +64,7 @@ def share_sequences(trainer, state: PatternState) -> None:
                 "leave it out, or use ParallelismConfig(sp_size=...)"
             )
         group = accelerator.torch_device_mesh["cp"].get_group()
-        state.parallel = SequenceParallel(group, state.shape[1])
+        state.parallel = SequenceParallel(group, state.shape[1], state.config.block_size)
         _cut_batches(trainer, group)
         return
     _leave_to_us(accelerator, state)
@@ -126,7 +126,8 @@ def _leave_to_us(accelerator, state: PatternState) -> None:
 
             # Its loader does not cut the batches of an evaluation.
             group = groups._get_sequence_parallel_group()
-            state.parallel = SequenceParallel(group, state.shape[1], evaluates=False)
+            of_model = state.shape[1], state.config.block_size
+            state.parallel = SequenceParallel(group, *of_model, evaluates=False)
         return result
 
     accelerator._prepare_deepspeed = without_wrapper

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -34,6 +36,11 @@ KINDS = {
         dict(layer_types=[SLIDING, FULL], sliding_window=150, num_local_experts=2,
              num_experts_per_tok=2),
     ),
+    "gpt-oss, six heads": (
+        "gpt_oss",
+        dict(layer_types=[SLIDING, FULL], sliding_window=150, num_local_experts=2,
+             num_experts_per_tok=2, hidden_size=384, num_attention_heads=6, num_key_value_heads=3),
+    ),
     "Gemma 3": (
         "gemma3_text",
         dict(layer_types=[SLIDING, FULL], sliding_window=150, query_pre_attn_scalar=50),
@@ -60,9 +67,9 @@ def batch_of(what: str) -> dict:
     if what == "packed":
         lengths = 130, 20, 234
         batch["position_ids"] = torch.cat([torch.arange(each) for each in lengths])[None]
-    if what == "padded":
+    if what in ("padded", "padded after"):
         mask = torch.ones_like(tokens)
-        mask[0, :70], mask[1, 330:] = 0, 0
+        mask[0, :70], mask[1, 330:] = int(what == "padded after"), 0
         batch |= dict(attention_mask=mask, labels=labels.masked_fill(mask == 0, -100))
     if what in ("numbered", "seq_idx"):
         numbers = torch.arange(1, 4).repeat_interleave(torch.tensor((130, 20, 234))).expand(2, -1)
@@ -216,6 +223,15 @@ def _refused(call) -> str:
     return "nothing"
 
 
+def refusals_of_a_ring(rank, world):
+    """What forwards are told with a dense tail, and with padding before the tokens."""
+    model = model_of("six heads, three KV heads", 1).eval()
+    config = MTrainingConfig.from_options(**SETTINGS["fixed"])
+    configure(model, config, dense_tail=40, sequence_parallel=dist.group.WORLD)
+    batches = [cut_batch(batch_of(what), dist.group.WORLD) for what in ("one", "padded")]
+    return [_refused(partial(model, **batch)) for batch in batches]
+
+
 def refusals(rank, world):
     """By name of the case, what this rank is told."""
     group = dist.group.WORLD
@@ -257,7 +273,6 @@ def refusals(rank, world):
 
     other = dict(batch_of("one"))
     other["input_ids"] = other["input_ids"] + rank % 2
-    three = small_model("llama", hidden_size=192, num_attention_heads=3, num_key_value_heads=1)
     linear = small_model(
         "qwen3_5_text", layer_types=["linear_attention", FULL], linear_num_key_heads=2,
         linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
@@ -265,7 +280,6 @@ def refusals(rank, world):
     rope = dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)
     ends = torch.tensor([0, 384], dtype=torch.int32)
     cases = {
-        "heads": configured(three),
         "group": configured(model_of("llama", 1), 2),
         "linear attention": configured(linear),
         "rope": configured(small_model("llama", rope_parameters=rope)),

@@ -19,6 +19,7 @@ from tests.support.sequence_cases import (
     evaluate_ranks,
     model_of,
     refusals,
+    refusals_of_a_ring,
     run_page,
     train,
     train_groups,
@@ -78,6 +79,24 @@ def test_four_ranks():
             ("one KV head", "price", "padded", dict()),
         ],
     )
+
+
+def test_ranks_that_cannot_share_the_heads_are_a_ring():
+    kind = "six heads, three KV heads"
+    assert_as_alone(
+        4,
+        [
+            (kind, "price", "packed", dict(reentrant=False)),
+            (kind, "fixed", "padded after", {}),
+            (kind, "targets of heads", "plain", dict(steps=2)),
+            (kind, "fixed", "odd", {}),
+            (kind, "dense", "numbered", dict(wrap="fsdp")),
+            ("gpt-oss, six heads", "price", "one", dict(layers=2)),
+        ],
+    )
+    for tail, padding in run_ranks(4, refusals_of_a_ring):
+        assert "dense_tail is 40, and the ranks of sequence_parallel, which cannot share" in tail
+        assert "batch entry 0 has 70 tokens of padding before its own" in padding
 
 
 def test_data_parallel_groups():
@@ -145,7 +164,6 @@ def test_what_is_refused_is_refused_on_every_rank():
     told = run_ranks(2, refusals)
     assert told[0] == told[1]
     for name, words in {
-        "heads": "a group of 2 ranks, which cannot share the model's 3 attention heads .* 1, 3 ranks",
         "group": "sequence_parallel: the process group is a int: give one of torch.distributed",
         "linear attention": "layer 0 of .* has linear attention, which needs whole sequences",
         "rope": "rope_type 'dynamic', which goes by the length",
