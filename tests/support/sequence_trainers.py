@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.distributed as dist
 from accelerate import ParallelismConfig
@@ -15,14 +17,12 @@ from megatron_mtraining.transformers import configure, state_of
 from tests.support.sequence_cases import SETTINGS, TOKENS
 from tests.support.transformers_cases import small_model
 
-LENGTHS = 130, 20, 234
-
 
 class Texts(torch.utils.data.Dataset):
     """Sequences whose labels are unevenly distributed over ranks."""
 
-    def __init__(self, is_packed: bool):
-        self.is_packed = is_packed
+    def __init__(self, lengths):
+        self.lengths = lengths  # of packed sequences; None for no positions
 
     def __len__(self):
         return 4
@@ -31,8 +31,8 @@ class Texts(torch.utils.data.Dataset):
         tokens = TOKENS[i % 2].roll(7 * i)
         found = dict(input_ids=tokens, labels=tokens.clone())
         found["labels"][: 90 * i] = -100
-        if self.is_packed:
-            found["position_ids"] = torch.cat([torch.arange(each) for each in LENGTHS])
+        if self.lengths:
+            found["position_ids"] = torch.cat([torch.arange(each) for each in self.lengths])
         return found
 
 
@@ -57,12 +57,11 @@ def trainer_of(folder, model, world: int = 1, **more) -> Trainer:
         more |= dict(
             parallelism_config=ParallelismConfig(cp_size=world), fsdp=True, fsdp_config=plan
         )
-    is_packed = more.pop("is_packed", False)
+    texts = Texts(more.pop("lengths", None))
     arguments = TrainingArguments(
         str(folder), per_device_train_batch_size=1, gradient_accumulation_steps=2, logging_steps=1,
         report_to=[], learning_rate=1e-3, seed=5, use_cpu=True, save_only_model=False, **more,
     )  # fmt: skip
-    texts = Texts(is_packed)
     return Trainer(model, arguments, train_dataset=texts, eval_dataset=texts)
 
 
@@ -81,6 +80,40 @@ def train(folder, settings: str, world: int = 1, resume=None, **more) -> dict:
         log=torch.tensor(log), prices=torch.tensor(state_of(model).steering.state() or 0.0),
         evaluated=torch.tensor(trainer.evaluate()["eval_loss"]),
     )  # fmt: skip
+
+
+def train_zero(rank, world, folder, attention: str) -> list[list[float]]:
+    """Losses and gradient norms of a run of DeepSpeed's ZeRO 3 and its loader of cut batches."""
+    from accelerate.utils import DeepSpeedSequenceParallelConfig
+    from deepspeed import comm
+
+    ranks = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
+    os.environ |= {name: str(value) for name, value in ranks.items()}
+    comm.init_distributed("gloo", auto_mpi_discovery=False)  # accelerate does so on GPUs
+    model = small_model("llama", num_hidden_layers=2)
+    model.set_attn_implementation(attention)
+    handler = DeepSpeedSequenceParallelConfig(
+        sp_attn_implementation="sdpa", sp_seq_length_is_variable=True
+    )
+    by_itself = (
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+    )
+    plan = dict.fromkeys(by_itself, "auto") | dict(zero_optimization=dict(stage=3))
+    trainer = trainer_of(
+        folder, model, lengths=[384], max_steps=2, deepspeed=plan | dict(zero_allow_untested_optimizer=True),
+        parallelism_config=ParallelismConfig(
+            sp_size=world, sp_backend="deepspeed", sp_handler=handler
+        ),
+    )  # fmt: skip
+    if attention == "mtraining":
+        config = MTrainingConfig.from_options(**SETTINGS["dense"])
+        configure(trainer.model, config, sequence_parallel=trainer)
+    trainer.train()
+    return [
+        [each["loss"], each["grad_norm"]] for each in trainer.state.log_history if "loss" in each
+    ]
 
 
 def train_ranks(rank, world, cases):

@@ -14,7 +14,13 @@ pytest.importorskip("accelerate", "1.11")
 from megatron_mtraining import ConfigError
 from megatron_mtraining.transformers import configure
 from tests.support.ranks import run_ranks
-from tests.support.sequence_trainers import told_at_the_start, train, train_ranks, trainer_of
+from tests.support.sequence_trainers import (
+    told_at_the_start,
+    train,
+    train_ranks,
+    train_zero,
+    trainer_of,
+)
 from tests.support.transformers_cases import small_model
 
 
@@ -24,7 +30,7 @@ def assert_alike(found: dict, expected: dict) -> None:
 
 def test_parts_of_sequences_train_as_whole_ones(tmp_path):
     cases = [
-        ("dense", dict(max_steps=2, is_packed=True)),
+        ("dense", dict(max_steps=2, lengths=(130, 20, 234))),
         ("target", dict(max_steps=3, gradient_checkpointing=True)),
     ]
     every = run_ranks(2, train_ranks, [(tmp_path / "ranks", *case) for case in cases])
@@ -46,6 +52,17 @@ def test_a_run_goes_on_with_other_ranks(tmp_path):
         assert_alike(found["log"], expected["log"])
         # What led to a price is not saved, so the next moves otherwise.
         torch.testing.assert_close(found["prices"], expected["prices"], rtol=0.03, atol=0)
+
+
+@pytest.mark.slow
+def test_deepspeed_trains_as_with_its_own_attention(tmp_path, monkeypatch):
+    pytest.importorskip("deepspeed", reason="ZeRO is DeepSpeed's")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    found, expected = (
+        run_ranks(2, train_zero, tmp_path, attention) for attention in ("mtraining", "sdpa")
+    )
+    for one, other in zip(found, expected):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 def test_a_model_that_does_not_know_of_other_ranks_is_refused(tmp_path):
