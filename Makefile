@@ -37,8 +37,8 @@ test: $(READY)
 test-all: $(READY)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
-MEGATRON := arguments backend borders checkpoint checks core_attention gpt_model gpt_model_parity layer_spec \
-  output_layer recompute registration rotary_embedding wrapping
+MEGATRON := arguments backend checkpoint checks core_attention gpt_model layer_spec recompute registration \
+  rotary_embedding wrapping
 SMOKE := tests/config tests/test_attention.py tests/test_cp_group.py tests/test_package.py \
   tests/transformers/test_interface.py $(MEGATRON:%=tests/megatron/test_%.py)
 

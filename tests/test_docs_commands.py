@@ -60,8 +60,8 @@ def test_programs_begin_commands():
     )
 
 
-LONG = (Path("docs/serving.md"), Path("docs/run-for-days.md"))
-"""Pages whose commands take a minute."""
+LONG = [Path("docs", f"{name}.md") for name in ("serving", "run-for-days", "checkpoints", "data")]
+"""Pages whose commands take the better part of a minute, or more."""
 
 
 def _pages():

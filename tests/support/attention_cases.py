@@ -22,7 +22,7 @@ rank only), sizes of no power of 2; all ranks in one round, one a round, and sev
 rank."""
 
 INTERPRETED_SEQUENCES = [
-    (192, 1, 1, 64), (150, 1, 1, 64), (200, 1, 1, 128), (256, 2, 1, 64), (192, 3, 3, 64), (256, 4, 2, 64),
+    (192, 1, 1, 64), (150, 1, 1, 64), (200, 1, 1, 128), (256, 2, 1, 64), (256, 4, 2, 64),
     (256, 2, 2, 128),
 ]  # fmt: skip
 """(seq_length, world, inner, block) of the kernels in Triton's interpreter, which takes seconds for each."""
@@ -43,7 +43,7 @@ kernels for their number takes most of the time."""
 PORTABLE_DIMS = [96, 256]
 """Other head dimensions of the portable kernels: padded to a power of two, and with tiles of their own."""
 
-PORTABLE_SEQUENCES = [(150, 1, 1, 64), (200, 1, 1, 128), (256, 2, 1, 64)]
+PORTABLE_SEQUENCES = [(200, 1, 1, 128), (256, 2, 1, 64)]
 """(seq_length, world, inner, block) for these: the last block not full, and two ranks in two rounds."""
 
 BACKWARD_PATHS = {

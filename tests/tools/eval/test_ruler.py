@@ -45,6 +45,8 @@ def test_local_data(llama, tmp_path):
     assert run("ruler", llama, "--output", out, *RULER, *words) == 2
 
 
+@pytest.mark.release
+@pytest.mark.slow
 def test_a_tokenizer_for_which_the_smallest_samples_are_too_long(tmp_path, capsys):
     """lm-eval would try for ever."""
     from tests.support.inspect_cases import byte_tokenizer
