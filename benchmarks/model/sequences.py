@@ -77,7 +77,7 @@ def dense(parallel, module, query, key, value, attention_mask, scaling=None, dro
         out = scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=True
         )
-    return parallel.to_tokens(out.transpose(1, 2)), None
+    return parallel.to_tokens(out.transpose(1, 2), out.shape[2]), None
 
 
 def keep_attention(context, operation, *args, **kwargs):
@@ -141,6 +141,8 @@ def run(options, model: PreTrainedModel, tokens, length: int, setting: str, step
     model = model.to(device).train()
     if setting == "dense":
         parallel = SequenceParallel(group, model.config.num_attention_heads)
+        if parallel.ring is not None:
+            raise SystemExit("dense attention needs ranks that share the heads evenly")
         ALL_ATTENTION_FUNCTIONS.register(DENSE, partial(dense, parallel))
         model.set_attn_implementation(DENSE)
         contexts = partial(create_selective_checkpoint_contexts, keep_attention)

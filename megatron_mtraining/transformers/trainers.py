@@ -24,8 +24,8 @@ from .interface import NAME
 from .sequence import SequenceParallel, cut_batch
 from .state import PatternState
 
-MARK = "mtraining_shares_sequences"
-"""The attribute of a trainer whose batches are cut."""
+MARK = "mtraining_models"
+"""The attribute of an accelerator with the states of the models whose sequences it shares."""
 
 
 def is_trainer(value: Any) -> bool:
@@ -47,7 +47,7 @@ def share_sequences(trainer, state: PatternState) -> None:
         state: the model's; gets the ranks once there is a process group of them.
 
     Raises:
-        ConfigError: the trainer has no ``cp_size`` or ``sp_size``; ranks that cannot share the heads.
+        ConfigError: the trainer has no ``cp_size`` or ``sp_size``, or what does not go with it.
     """
     accelerator = trainer.accelerator
     sizes = sizes_of(accelerator)
@@ -65,16 +65,19 @@ def share_sequences(trainer, state: PatternState) -> None:
             )
         group = accelerator.torch_device_mesh["cp"].get_group()
         state.parallel = SequenceParallel(group, state.shape[1], state.config.block_size)
-        _cut_batches(trainer, group)
+    states = getattr(accelerator, MARK, None)
+    if states is not None:  # of configure with other settings, or for another model
+        states.append(state)
         return
-    _leave_to_us(accelerator, state)
+    setattr(accelerator, MARK, [state])
+    if "cp_size" in sizes:
+        _cut_batches(trainer, group)
+    else:
+        _leave_to_us(accelerator)
 
 
 def _cut_batches(trainer, group: ProcessGroup) -> None:
     """Have a trainer cut its batches for the ranks of a mesh ``cp``."""
-    if hasattr(trainer, MARK):
-        return
-    setattr(trainer, MARK, True)
     accelerator, ranks = trainer.accelerator, RankGroup(group)
     prepare_cp, prepare_inputs = accelerator._prepare_cp, trainer._prepare_context_parallel_inputs
     compute_loss = trainer.compute_loss
@@ -107,7 +110,7 @@ def _cut_batches(trainer, group: ProcessGroup) -> None:
     accelerator._prepare_cp = without_hooks
 
 
-def _leave_to_us(accelerator, state: PatternState) -> None:
+def _leave_to_us(accelerator) -> None:
     """Take DeepSpeed's groups, which it makes as it prepares the model, and not its wrapper of the attention
     function, which has no mask."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -126,8 +129,9 @@ def _leave_to_us(accelerator, state: PatternState) -> None:
 
             # Its loader does not cut the batches of an evaluation.
             group = groups._get_sequence_parallel_group()
-            of_model = state.shape[1], state.config.block_size
-            state.parallel = SequenceParallel(group, *of_model, evaluates=False)
+            for state in getattr(accelerator, MARK):
+                of_model = state.shape[1], state.config.block_size
+                state.parallel = SequenceParallel(group, *of_model, evaluates=False)
         return result
 
     accelerator._prepare_deepspeed = without_wrapper

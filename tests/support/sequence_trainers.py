@@ -108,8 +108,9 @@ def train_zero(rank, world, folder, attention: str) -> list[list[float]]:
         ),
     )  # fmt: skip
     if attention == "mtraining":
-        config = MTrainingConfig.from_options(**SETTINGS["dense"])
-        configure(trainer.model, config, sequence_parallel=trainer)
+        for settings in ("price", "dense"):
+            config = MTrainingConfig.from_options(**SETTINGS[settings])
+            configure(trainer.model, config, sequence_parallel=trainer)
     trainer.train()
     return [
         [each["loss"], each["grad_norm"]] for each in trainer.state.log_history if "loss" in each
