@@ -99,7 +99,6 @@ def test_other_head_dims_compiled(monkeypatch, seq_length, world, inner, dim, bu
 @pytest.mark.parametrize(
     "seq_length, world, heads, budget, block",
     [
-        (300, 1, (2, 1), "few", 64),
         (256, 1, (2, 2), "columns", 128),
         (384, 2, (2, 1), "few", 64),
     ],

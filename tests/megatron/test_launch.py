@@ -41,6 +41,7 @@ def stopped(run, *words):
     assert all(word in run.stderr for word in words), run.stderr
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_script_runs_as_main_with_its_folder_first(tmp_path):
     (tmp_path / "beside.py").write_text("HERE = True\n")

@@ -84,8 +84,15 @@ for backend in {backends}:
 
 @pytest.mark.parametrize(
     "backends, rank, count",
-    [(["auto", "mtraining", "mtraining"], 0, 1), (["auto"], 0, 0), (["mtraining"], 1, 0)],
-    ids=["our-run", "other-backend", "other-rank"],
+    [
+        pytest.param(["auto", "mtraining", "mtraining"], 0, 1, id="our-run"),
+        pytest.param(
+            ["auto"], 0, 0, id="other-backend", marks=[pytest.mark.slow, pytest.mark.release]
+        ),
+        pytest.param(
+            ["mtraining"], 1, 0, id="other-rank", marks=[pytest.mark.slow, pytest.mark.release]
+        ),
+    ],
 )
 def test_one_line_says_what_was_replaced(backends, rank, count):
     code = f"import os; os.environ['RANK'] = '{rank}'" + LOGGED.format(backends=backends)

@@ -133,7 +133,9 @@ def compare_with_reference(
     assert found.any() and (found == 0).any()
 
 
-@pytest.mark.parametrize("world", [1, 2, 4, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "world", [1, 2, 4, pytest.param(6, marks=[pytest.mark.slow, pytest.mark.release])]
+)
 def test_gradients(world):
     cases, truths = [], []
     seq_length = BLOCK * world * (5 if world == 1 else 2)

@@ -113,7 +113,7 @@ def train(
     config = SETTINGS[settings] if isinstance(settings, str) else settings
     configure(model, MTrainingConfig.from_options(**config), sequence_parallel=group)
     if reentrant is not None:
-        model.activation_checkpointing_enable(dict(use_reentrant=reentrant))
+        model.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
     batch = {name: value[rows] for name, value in batch_of(what).items()} | dict(use_cache=False)
     wrapped = model
     if group is None:

@@ -273,7 +273,7 @@ def test_checkpointed_layers_attend_once(kind, reentrant, tokens, monkeypatch):
     mask[0, :70] = 0
     batch = dict(input_ids=tokens, labels=tokens, attention_mask=mask)
     plain, means = loss_and_gradients(ours, **batch)[1], take_means(ours)
-    ours.activation_checkpointing_enable(dict(use_reentrant=reentrant))
+    ours.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
     calls, original = [], checkpointing.attend
 
     def spy(*args, saved=None, **kwargs):

@@ -160,6 +160,7 @@ def small(*more) -> int:
     return cli.main(["quickstart", *(str(word) for pair in SMALL.items() for word in pair), *more])
 
 
+@pytest.mark.slow
 def test_results_that_are_there_are_not_replaced(finished, capsys):
     """Said before training; and a second run at the same time is refused."""
     output = finished[0]
