@@ -58,14 +58,7 @@ def load(options):
             folder, how["gguf_file"] = options.model.parent, options.model.name
             weights = unpacked()
         config = AutoConfig.from_pretrained(folder, **how)
-        positions = config.max_position_embeddings
-        factor = max(1.0, options.seq / positions)
-        if factor > 1:
-            config.rope_parameters = {
-                **config.rope_parameters, "rope_type": "yarn", "factor": factor,
-                "original_max_position_embeddings": positions,
-            }  # fmt: skip
-            config.max_position_embeddings = int(positions * factor)
+        factor = stretch(config, options.seq)
         model = AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=torch.float32, attn_implementation="sdpa", **how, **weights
         )
@@ -79,6 +72,20 @@ def load(options):
     model.set_attn_implementation("sdpa")
     model.eval()
     return model, factor
+
+
+def stretch(config, length: int) -> float:
+    """Give a configuration the positions of a length by YaRN (arXiv 2309.00071), and return the factor; 1 if
+    it has them."""
+    positions = config.max_position_embeddings
+    factor = max(1.0, length / positions)
+    if factor > 1:
+        config.rope_parameters = {
+            **config.rope_parameters, "rope_type": "yarn", "factor": factor,
+            "original_max_position_embeddings": positions,
+        }  # fmt: skip
+        config.max_position_embeddings = int(positions * factor)
+    return factor
 
 
 def recompute_mlps(model) -> None:

@@ -28,14 +28,16 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from megatron_mtraining import MTrainingConfig
+from megatron_mtraining.models.tokenizer import open_transformers_tokenizer
 from megatron_mtraining.transformers import configure, cut_batch, take_means
 from megatron_mtraining.transformers.sequence import SequenceParallel
 
 from ..lib import record
+from .continuing import stretch
 
 DENSE = "ulysses_sdpa"
 KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
@@ -95,27 +97,11 @@ def model_of(options) -> PreTrainedModel:
         with torch.device(options.device):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     else:
-        where, how = named(options.model)
+        where, how = options.model, {}
+        if options.model.is_file():
+            where, how = options.model.parent, dict(gguf_file=options.model.name)
         model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, **how)
     return model
-
-
-def named(model: Path) -> tuple[Path, dict[str, str]]:
-    """A model's folder, and what transformers is told beside it."""
-    if model.suffix == ".gguf":
-        return model.parent, dict(gguf_file=model.name)
-    return model, {}
-
-
-def stretch(model: PreTrainedModel, length: int) -> None:
-    """YaRN (arXiv 2309.00071) from the model's positions to a length beyond them."""
-    config = copy.deepcopy(model.config)
-    most = config.max_position_embeddings
-    if length > most:
-        rope = dict(config.rope_parameters, rope_type="yarn", factor=length / most)
-        config.rope_parameters = rope | dict(original_max_position_embeddings=most)
-        config.max_position_embeddings = length
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
 
 
 def tokens_from(options, count: int) -> torch.Tensor:
@@ -124,8 +110,7 @@ def tokens_from(options, count: int) -> torch.Tensor:
         return torch.randint(most, (count,), generator=torch.Generator().manual_seed(1))
     if options.text.suffix == ".pt":
         return torch.load(options.text).long()
-    where, how = named(options.model)
-    tokenizer = AutoTokenizer.from_pretrained(where, **how)
+    tokenizer = open_transformers_tokenizer(options.model)
     found = tokenizer(options.text.read_text(encoding="utf-8"))["input_ids"]
     return torch.tensor(found)
 
@@ -133,7 +118,9 @@ def tokens_from(options, count: int) -> torch.Tensor:
 def run(options, model: PreTrainedModel, tokens, length: int, setting: str, steps: int) -> dict:
     """One case; rank 0's row."""
     group, device = dist.group.WORLD, torch.device(options.device)
-    stretch(model, length)
+    config = copy.deepcopy(model.config)
+    stretch(config, length)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
     if device.type == "cuda":
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 

@@ -23,6 +23,7 @@ from shared import (
     rows_of,
     save,
     settings_of,
+    start,
     tokenizer_of,
     training,
 )
@@ -35,7 +36,7 @@ from megatron_mtraining.transformers import configure
 IGNORED = -100
 
 
-def options_of(words):
+def options_parser():
     parser = parser_of(__doc__, "texts, in the column 'text'; a .txt is one")
     parser.add_argument(
         "--dense", action="store_true", help="dense attention (sdpa), to compare with"
@@ -45,7 +46,7 @@ def options_of(words):
         help="ranks of torchrun that share each sequence; with --dense 1 (default: all)",
         default=None,
     )  # fmt: skip
-    return parser, parser.parse_args(words)
+    return parser
 
 
 class Packed(torch.utils.data.Dataset):
@@ -175,11 +176,7 @@ def train(options) -> None:
 
 
 def main(words=None) -> None:
-    parser, options = options_of(words)
-    try:
-        train(options)
-    except ConfigError as error:
-        parser.error(str(error))
+    start(options_parser(), words, train)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from shared import (
     rows_of,
     save,
     settings_of,
+    start,
     tokenizer_of,
     training,
 )
@@ -28,7 +29,7 @@ from megatron_mtraining import ConfigError
 from megatron_mtraining.transformers import configure
 
 
-def options_of(words):
+def options_parser():
     parser = parser_of(__doc__, "conversations, in the column 'messages'")
     parser.add_argument(
         "--lora",
@@ -37,7 +38,7 @@ def options_of(words):
         metavar="R",
         help="rank of LoRA's adapters; 0 trains all weights",
     )
-    return parser, parser.parse_args(words)
+    return parser
 
 
 def adapters(rank: int):
@@ -104,11 +105,7 @@ def train(options) -> None:
 
 
 def main(words=None) -> None:
-    parser, options = options_of(words)
-    try:
-        train(options)
-    except ConfigError as error:
-        parser.error(str(error))
+    start(options_parser(), words, train)
 
 
 if __name__ == "__main__":

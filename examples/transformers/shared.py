@@ -91,6 +91,15 @@ def parser_of(description: str, data: str) -> argparse.ArgumentParser:
     return parser
 
 
+def start(parser: argparse.ArgumentParser, words, train) -> None:
+    """Run ``train(options)``; what is wrong with them ends it as argparse ends a run."""
+    options = parser.parse_args(words)
+    try:
+        train(options)
+    except ConfigError as error:
+        parser.error(str(error))
+
+
 def settings_of(options: argparse.Namespace) -> MTrainingConfig:
     try:
         return MTrainingConfig.from_options(target_recall=options.target_recall)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import warnings
 from functools import wraps
-from importlib.util import find_spec
 
 from transformers.trainer_callback import CallbackHandler, ExportableState, TrainerCallback
 
@@ -77,7 +76,7 @@ class PatternCallback(TrainerCallback, ExportableState):
     def _check_ranks(self, model) -> None:
         if self._pattern is None or self._pattern.parallel is not None:
             return
-        if find_spec("accelerate") and model.config._attn_implementation == NAME:
+        if model.config._attn_implementation == NAME:
             from accelerate.state import AcceleratorState
 
             if sizes := sizes_of(AcceleratorState()):

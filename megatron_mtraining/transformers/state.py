@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from ..config import ConfigError, MTrainingConfig, Policy, Span, head_policies, option
-from ..cp_group import RankGroup
+from ..cp_group import ProcessGroup, RankGroup
 from ..pattern import PatternIndex, Steering
 from .sequence import SequenceParallel
 
@@ -110,6 +110,11 @@ class PatternState:
             "first step. For another, such as that of a trained model, call configure with a price"
         )
         return 0.0
+
+    def share_sequences(self, group: ProcessGroup, evaluates: bool = True) -> None:
+        """Have the model take parts of sequences, over the ranks of a group; see
+        :class:`~.sequence.SequenceParallel`."""
+        self.parallel = SequenceParallel(group, self.shape[1], self.config.block_size, evaluates)
 
     def agreed(self) -> dict[str, Any]:
         """By name, what ranks with parts of the same sequences must have alike."""

@@ -18,7 +18,7 @@ from ..requirements import require
 from .checkpointing import keep_results
 from .interface import NAME, attention, mask
 from .masking import PatternMask, under_way
-from .sequence import SequenceParallel, check_model
+from .sequence import check_model
 from .state import ATTRIBUTE, PatternState, find_state
 from .trainers import is_trainer, share_sequences
 
@@ -205,7 +205,7 @@ def _attach(
         if is_trainer(sequence_parallel):
             share_sequences(sequence_parallel, state)
         else:
-            state.parallel = SequenceParallel(sequence_parallel, heads, config.block_size)
+            state.share_sequences(sequence_parallel)
     state.steering.leave_out(_layers_of(of_model, SLIDING, RECURRENT))
     if ahead := lookahead_warning(config, *state.shape):
         warnings.warn(ahead, stacklevel=3)

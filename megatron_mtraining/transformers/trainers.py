@@ -21,7 +21,7 @@ from torch import nn
 from ..config import ConfigError
 from ..cp_group import ProcessGroup, RankGroup
 from .interface import NAME
-from .sequence import SequenceParallel, cut_batch
+from .sequence import cut_batch
 from .state import PatternState
 
 MARK = "mtraining_models"
@@ -64,7 +64,7 @@ def share_sequences(trainer, state: PatternState) -> None:
                 "leave it out, or use ParallelismConfig(sp_size=...)"
             )
         group = accelerator.torch_device_mesh["cp"].get_group()
-        state.parallel = SequenceParallel(group, state.shape[1], state.config.block_size)
+        state.share_sequences(group)
     states = getattr(accelerator, MARK, None)
     if states is not None:  # of configure with other settings, or for another model
         states.append(state)
@@ -130,8 +130,7 @@ def _leave_to_us(accelerator) -> None:
             # Its loader does not cut the batches of an evaluation.
             group = groups._get_sequence_parallel_group()
             for state in getattr(accelerator, MARK):
-                of_model = state.shape[1], state.config.block_size
-                state.parallel = SequenceParallel(group, *of_model, evaluates=False)
+                state.share_sequences(group, evaluates=False)
         return result
 
     accelerator._prepare_deepspeed = without_wrapper

@@ -286,7 +286,7 @@ def shown():
 def test_options_of_the_page_exist(name, words, script):
     if name == "sft":
         pytest.importorskip("trl", "1.0", reason="sft.py trains by TRL")
-    _, options = script(name).options_of(words.split())
+    options = script(name).options_parser().parse_args(words.split())
     assert options.length >= 32768
 
 

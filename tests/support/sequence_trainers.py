@@ -60,7 +60,7 @@ def trainer_of(folder, model, world: int = 1, **more) -> Trainer:
     texts = Texts(more.pop("lengths", None))
     arguments = TrainingArguments(
         str(folder), per_device_train_batch_size=1, gradient_accumulation_steps=2, logging_steps=1,
-        report_to=[], learning_rate=1e-3, seed=5, use_cpu=True, save_only_model=False, **more,
+        report_to=[], learning_rate=1e-3, seed=5, use_cpu=True, **more,
     )  # fmt: skip
     return Trainer(model, arguments, train_dataset=texts, eval_dataset=texts)
 

@@ -43,7 +43,7 @@ def test_parts_of_sequences_train_as_whole_ones(tmp_path):
 @pytest.mark.release
 @pytest.mark.slow
 def test_a_run_goes_on_with_other_ranks(tmp_path):
-    """Of four, two and one: with its optimizer and its prices."""
+    """From two ranks to four, with its optimizer, as one process that does not stop."""
     expected = train(tmp_path / "alone", "target", max_steps=3)
     run_ranks(2, train_ranks, [(tmp_path / "two", "target", dict(max_steps=3, save_steps=2))])
     saved = tmp_path / "two" / "checkpoint-2"
