@@ -26,7 +26,7 @@ from megatron_mtraining.models.hugging_face import unpacked
 from megatron_mtraining.transformers import NAME, advance, configure, state_of, take_means
 
 from ..lib import record
-from . import ruler_samples, sets, texts
+from . import material, ruler_samples
 from .layer_times import Shape
 from .material import Material, training
 from .ruler_samples import Sample
@@ -366,15 +366,8 @@ class Means:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Options of all scripts that train or judge a model so."""
     add = parser.add_argument
-    texts.add_options(parser)
-    add("--kinds", nargs="+", choices=sets.KINDS, default=["code", "book", "speech"],
-        help="kinds of text (%(default)s)")  # fmt: skip
-    add("--seq", type=int, default=16384)
+    material.add_options(parser)
     add("--block-size", type=int, default=128)
-    add("--held-out", type=int, default=6, help="held-out windows of each kind, at most")
-    add("--needles", type=int, default=25, help="samples with a needle")
-    add("--ruler", type=Path, metavar="FILE",
-        help="RULER's samples (benchmarks.model.ruler_samples), to judge trained models by")  # fmt: skip
     add("--lr", type=float, default=3e-5)
     add("--warm-up", type=int, default=20)
     add("--decay", default="constant", metavar="HOW",

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import argparse
 import random
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -13,10 +15,10 @@ from torch import Tensor
 from megatron_mtraining import ConfigError
 from megatron_mtraining.models.tokenizer import open_tokenizer
 
-from . import texts
+from . import sets, texts
 
 HELD_OUT = 0.1
-"""The last share of each text, which nothing is trained on."""
+"""The last share of each text, which nothing is trained on, if ``--held-out-share`` says no other."""
 SHARES = {"code": 0.7, "book": 0.15, "speech": 0.15, "c": 0.15, "json": 0.15}
 """Of the training tokens, over their sum: of books there is little, and it is not to be learnt by heart."""
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -49,13 +51,28 @@ class Material(NamedTuple):
 _made: dict = {}
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Options of all scripts that judge a model so."""
+    add = parser.add_argument
+    texts.add_options(parser)
+    add("--kinds", nargs="+", choices=sets.KINDS, default=["code", "book", "speech"],
+        help="kinds of text (%(default)s)")  # fmt: skip
+    add("--seq", type=int, default=16384)
+    add("--held-out", type=int, default=6, help="held-out windows of each kind, at most")
+    add("--held-out-share", type=float, default=HELD_OUT, metavar="SHARE",
+        help="the last share of each text is held out (%(default)s)")  # fmt: skip
+    add("--needles", type=int, default=25, help="samples with a needle")
+    add("--ruler", type=Path, metavar="FILE",
+        help="RULER's samples (benchmarks.model.ruler_samples), to judge trained models by")  # fmt: skip
+
+
 def material(options) -> Material:
     """Held-out windows of each kind of text, and samples with a needle. Made once in a process.
 
     Raises:
         ConfigError: a text is too short for one window.
     """
-    names = ("model", "cache", "seq", "held_out", "needles", "device", "kinds")
+    names = ("model", "cache", "seq", "held_out", "needles", "device", "kinds", "held_out_share")
     key = tuple(str(getattr(options, name)) for name in names)
     if key not in _made or options.cache is None:
         _made.clear()
@@ -67,7 +84,7 @@ def _material(options) -> Material:
     tokens = {kind: each for kind, each in texts.read(options).items() if kind in options.kinds}
     if not tokens:
         raise ConfigError(f"no text of {', '.join(options.kinds)}: give --text or another --cache")
-    source = texts.Texts(tokens, held_out=True, share=HELD_OUT)
+    source = texts.Texts(tokens, held_out=True, share=options.held_out_share)
     held_out = {}
     for kind, stream in source.streams.items():
         count = min(options.held_out, (len(stream) - 1) // options.seq)
@@ -110,7 +127,7 @@ def needles_of(source: texts.Texts, options) -> tuple[Tensor, list[int]]:
 def training(tokens: dict[str, np.ndarray], steps: int, seed: int, options) -> Tensor:
     """The sequences of a run, int64 ``[steps, seq + 1]``: consecutive windows of each kind of text from a
     place that the seed gives; kinds in their shares, in an order that the seed gives."""
-    source = texts.Texts(tokens, seed=seed, share=HELD_OUT)
+    source = texts.Texts(tokens, seed=seed, share=options.held_out_share)
     shares = np.array([SHARES[kind] for kind in tokens])
     order = np.random.default_rng(seed).choice(len(shares), steps, p=shares / shares.sum())
     windows = [source.cut(list(tokens)[kind], options.seq + 1) for kind in order]

@@ -129,11 +129,18 @@ def command(options, folder: Path) -> tuple[list[str], dict[str, str]]:
     for name in ("vertical", "slash", "gpus"):  # fixed budgets in place of a price
         if getattr(options, name) is not None:
             environment[name.upper()] = str(getattr(options, name))
-    if options.vertical is options.slash is None:
+    words, drop, changes = [], [], {}
+    if options.target_recall is not None:
+        environment["RECALL"] = str(options.target_recall)
+    elif options.schedule is not None:
+        words += ["--mtraining-schedule", options.schedule]
+    elif options.vertical is options.slash is None:
         environment["PRICE"] = str(options.price)
     if options.weights:
         environment["MODEL"] = str(options.weights.resolve())
-    words, drop, changes = [], [], {}
+    if options.save:
+        environment["CHECKPOINT"] = str(options.save.resolve())
+        environment["SAVE_INTERVAL"] = str(options.iterations)
     if options.data:
         # Megatron writes indices beside the data: not where it may be read-only.
         words += ["--data-cache-path", str(folder / "cache")]
@@ -233,7 +240,8 @@ def row_of(options, log: str) -> dict:
     steady = [ms for i, ms in found["ms"].items() if options.warm_up < i <= plain]
     ms = statistics.median(steady or found["ms"].values())
     ours = options.attention == "mtraining"
-    fixed = options.vertical is not None or options.slash is not None
+    others = options.vertical, options.slash, options.target_recall, options.schedule
+    by_price = ours and all(each is None for each in others)
     seq = argument(log, "seq_length") or options.seq_length
     batch = BATCH.search(log)
     batch = int(batch[1]) if batch else 1
@@ -254,10 +262,12 @@ def row_of(options, log: str) -> dict:
         losses=list(found["loss"].values()),
         density=round(statistics.mean(found["density"]), 4) if found["density"] else 1.0,
         recall=round(statistics.mean(found["recall"]), 4) if found["recall"] else None,
-        price=options.price if ours and not fixed else None,
+        price=options.price if by_price else None,
         vertical=options.vertical if ours else None,
         slash=options.slash if ours else None,
-        slash_cap=argument(log, "mtraining_slash_cap") if ours and not fixed else None,
+        target_recall=options.target_recall,
+        schedule=options.schedule,
+        slash_cap=argument(log, "mtraining_slash_cap") if by_price else None,
         **pruned_backward(log),
         weights=options.weights.name if options.weights else "random",
         iterations=last,
@@ -294,6 +304,11 @@ def check(options, refuse) -> None:
         refuse("--weights is given without --script: use it with a recipe of examples/")
     if options.weights and not (options.weights / "megatron_args.sh").is_file():
         refuse(f"there is no megatron_args.sh in {options.weights}: convert a model to that folder")
+    selected = options.target_recall is not None or options.schedule is not None
+    if (selected or options.save) and not options.script:
+        refuse("--target-recall, --schedule and --save are of recipes: give --script")
+    if selected and options.attention != "mtraining":
+        refuse("--target-recall and --schedule are of --attention mtraining")
     if options.data and len(options.data) > 1 and not options.script:
         refuse("--data has several datasets: use them with --script, a recipe")
     if options.loss_chunk is not None and options.loss_chunk < 0:
@@ -354,6 +369,11 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     runs.add_argument("--price", type=float, default=0.25)
     runs.add_argument("--vertical", type=int, help="fixed columns, in place of a price")
     runs.add_argument("--slash", type=int, help="fixed diagonals, in place of a price")
+    runs.add_argument("--target-recall", type=float, help="of a recipe, in place of a price")
+    runs.add_argument("--schedule", help="of prices, of a recipe, in place of a price: anneal")
+    runs.add_argument(
+        "--save", type=Path, metavar="FOLDER", help="a recipe's checkpoint at the end"
+    )
     runs.add_argument(
         "--loss-chunk", type=int,
         help="tokens in a chunk of our loss, with fused attention too; 0 for Megatron's own",
