@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -105,7 +106,6 @@ def train(options) -> None:
     row = folder / f"pretrain-{name}.jsonl"
     if row.exists():
         return
-    os.environ.update(CP=str(options.gpus), BATCH="1")
     policy, _, at = options.setting.partition("@")
     points, _, threshold = at.partition("/")
     words = ["run", options.megatron, "--script", options.script, "--weights", folder / "model"]
@@ -122,7 +122,8 @@ def train(options) -> None:
         words += ["--attention", "mtraining"]
         words += ["--target-recall", at] if policy == "target" else ["--schedule", points]
         words += ["--mtraining-backward-threshold", threshold] if threshold else []
-    pretrain.main([str(word) for word in words + options.more])
+    with mock.patch.dict(os.environ, CP=str(options.gpus), BATCH="1"):
+        pretrain.main([str(word) for word in words + options.more])
 
 
 def judge(options) -> None:

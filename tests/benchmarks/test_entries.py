@@ -26,7 +26,7 @@ import torch
 from benchmarks.hosts import four
 from benchmarks.kernels import attention, backward_paths
 from benchmarks.lib import jobs, record
-from benchmarks.model import continued, conversations, sft
+from benchmarks.model import conversations, long, sft
 from benchmarks.tools import ruler_agreement
 from tests.support import eval_cases
 from tests.support.convert_cases import save
@@ -34,7 +34,6 @@ from tests.support.data_cases import save_tokenizer
 from tests.support.frontier_cases import zero_row
 from tests.support.inspect_cases import save_model
 from tests.support.operands import write_operands
-from tests.support.pretrain_tree import SHIM
 from tests.support.running import torchrun_command
 
 Rows = list[dict]
@@ -412,30 +411,55 @@ def test_prompts_of_ruler_have_their_answers(files, tmp_path, monkeypatch):
 
 # Whole runs of Megatron-LM.
 
-ON_CPU = """
-    --distributed-backend gloo --use-cpu-initialization --no-rope-fusion --no-persist-layer-norm
-    --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion
+RECIPE = """#!/usr/bin/env bash
+set -euo pipefail
+source "$MODEL/megatron_args.sh"
+megatron=$1; shift
+exec torchrun --standalone --nproc-per-node "$GPUS" -m megatron_mtraining.launch --cpu \\
+  "$megatron/pretrain_gpt.py" "${MEGATRON_ARGS[@]}" --transformer-impl local --context-parallel-size "$CP" \\
+  --micro-batch-size 1 --global-batch-size 1 --train-iters "$ITERATIONS" --lr 1e-3 \\
+  --lr-decay-style constant --log-interval 1 --eval-iters 0 --eval-interval 1000 \\
+  --no-create-attention-mask-in-dataloader \\
+  --save "$CHECKPOINT" --save-interval "$SAVE_INTERVAL" --attention-backend mtraining \\
+  --mtraining-block-size 64 ${RECALL:+--mtraining-target-recall "$RECALL"} "$@"
 """
 
 
 @pytest.mark.slow
-def test_a_model_is_converted_trained_on_and_converted_back(tree, tmp_path, monkeypatch):
-    launch = [*continued.TORCHRUN, SHIM, "-m", "megatron_mtraining.launch"]
-    monkeypatch.setattr(continued, "LAUNCH", launch)
-    root = tree.roots["launcher"]
-    path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
+def test_a_model_is_converted_trained_at_length_converted_back_and_judged(
+    tree, tmp_path, monkeypatch
+):
+    """A recipe in the place of those of examples/, which need a GPU."""
+    monkeypatch.setenv("MTRAINING_COMMIT", "a commit")
+    root, recipe = tree.roots["launcher"], tmp_path / "tiny" / "run.sh"
+    recipe.parent.mkdir()
+    recipe.write_text(RECIPE.replace("torchrun", f"{sys.executable} -m torch.distributed.run"))
+    recipe.chmod(0o755)
+    path = os.pathsep.join(
+        filter(None, (str(record.ROOT), str(root), os.environ.get("PYTHONPATH")))
+    )
     monkeypatch.setenv("PYTHONPATH", path)
     model = save("qwen2 tied", tmp_path / "hf")
     save_tokenizer(model, eos_token="<eod>")
-    words = ["continued.py", root, "--model", model, "--seq", 256, "--steps", 3, "--lr", "1e-3"]
-    words += ["--transformer-impl", "local", *ON_CPU.split()]
-    words += ["--output", tmp_path / "rows.jsonl", "--log", tmp_path / "logs"]
-    monkeypatch.setattr(sys, "argv", list(map(str, words)))
-    assert continued.main() == 0
-    (row,) = jobs.read(tmp_path / "rows.jsonl")
+    tokens = np.random.default_rng(0).zipf(1.5, 12000).clip(1, 300).astype(np.int32)
+    np.savez(tmp_path / "tokens.npz", code=tokens)
+    common = f"--folder {tmp_path}/run --seq 256 --cache {tmp_path}/tokens.npz --kinds code --device cpu "
+    common += f"--held-out 2 --needles 1 --megatron {root} --script {recipe} --steps 3 --name tiny"
+    long.main(["prepare", "--model", str(model), *common.split()])
+    for setting, ranks in (("start", None), ("dense", 1), ("target@0.8", 2)):
+        words = [*common.split(), "--setting", setting]
+        if ranks:
+            long.main(["train", *words, "--gpus", str(ranks)])
+        long.main(["judge", *words])
+    long.main(["table", *common.split(), "--output", str(tmp_path / "rows.jsonl")])
+    dense, sparse = jobs.read(tmp_path / "rows.jsonl")
     # Nothing of the model is lost on the way, and the first loss is before any step.
-    assert row["losses"][0] == pytest.approx(row["losses_dense"][0], abs=0.05)
-    assert row["losses"][2] < row["losses"][0] and row["held_out_after"] < row["held_out_before"]
+    assert dense["losses"][0] == pytest.approx(sparse["losses"][0], abs=0.01)
+    assert dense["loss"]["all"] < dense["before"]["loss"]["all"] - 0.1
+    assert dense["own_loss_over_dense"] == dense["dense_loss_over_dense"] == 0
+    assert 0.5 < sparse["own_density"] < sparse["density"] < 1 and sparse["gpus"] == 2
+    assert 0 != sparse["own_loss_over_dense"] != sparse["dense_loss_over_dense"]
+    assert abs(sparse["dense_loss_over_dense"]) < 0.02
 
 
 @pytest.mark.release
