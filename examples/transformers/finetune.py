@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from accelerate import ParallelismConfig
 from shared import (
     check_devices,
     checkpoint_of,
@@ -32,6 +31,7 @@ from transformers.utils import is_liger_kernel_available
 
 from megatron_mtraining import ConfigError
 from megatron_mtraining.transformers import configure
+from megatron_mtraining.transformers.trainers import check_versions
 
 IGNORED = -100
 
@@ -122,6 +122,9 @@ def sharing(world: int, ranks: int) -> dict:
     """Arguments for several ranks: weights are divided over all, and a group of ranks shares a sequence."""
     if world == 1:
         return {}
+    check_versions()
+    from accelerate import ParallelismConfig
+
     plan = dict(
         version=2,
         auto_wrap_policy="TRANSFORMER_BASED_WRAP",  # the model says what its layers are

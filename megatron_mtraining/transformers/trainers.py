@@ -20,6 +20,7 @@ from torch import nn
 
 from ..config import ConfigError
 from ..cp_group import ProcessGroup, RankGroup
+from ..requirements import install_command, installed, is_too_old
 from .interface import NAME
 from .sequence import cut_batch
 from .state import PatternState
@@ -39,6 +40,16 @@ def sizes_of(accelerator) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if size > 1}
 
 
+def check_versions() -> None:
+    """Raise :class:`ConfigError` if what is installed is too old for a trainer to share sequences."""
+    for name in ("transformers", "accelerate"):
+        if is_too_old(name, "hf"):
+            raise ConfigError(
+                f"{name} {installed(name)} is too old for a trainer that shares sequences over ranks: "
+                f"{install_command([name], 'hf')}"
+            )
+
+
 def share_sequences(trainer, state: PatternState) -> None:
     """Have a trainer give a model parts of sequences, over the ranks of its ``ParallelismConfig``.
 
@@ -47,8 +58,10 @@ def share_sequences(trainer, state: PatternState) -> None:
         state: the model's; gets the ranks once there is a process group of them.
 
     Raises:
-        ConfigError: the trainer has no ``cp_size`` or ``sp_size``, or what does not go with it.
+        ConfigError: the trainer has no ``cp_size`` or ``sp_size``, or what does not go with it; packages are
+            too old.
     """
+    check_versions()
     accelerator = trainer.accelerator
     sizes = sizes_of(accelerator)
     if not sizes:
@@ -96,11 +109,13 @@ def _cut_batches(trainer, group: ProcessGroup) -> None:
         prepare_cp(*others)
         return args
 
-    def of_all_ranks(model, *args, **kwargs):
+    def of_all_ranks(model, inputs, *args, **kwargs):
         """In an evaluation, the loss over all ranks: the trainer would take the first rank's for it."""
-        result = compute_loss(model, *args, **kwargs)
         if model.training or model.config._attn_implementation != NAME:
-            return result
+            return compute_loss(model, inputs, *args, **kwargs)
+        if inputs.get("use_cache") is not False:  # transformers before 5.16 does not cut these
+            _, inputs = cut(model, inputs)
+        result = compute_loss(model, inputs, *args, **kwargs)
         loss, *outputs = result if isinstance(result, tuple) else (result,)
         loss = ranks.all_gather(loss).mean(0)
         return (loss, *outputs) if outputs else loss

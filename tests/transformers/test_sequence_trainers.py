@@ -9,10 +9,11 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-pytest.importorskip("accelerate", "1.11")
+pytest.importorskip("accelerate", "1.12")
 
-from megatron_mtraining import ConfigError
+from megatron_mtraining import ConfigError, requirements
 from megatron_mtraining.transformers import configure
+from megatron_mtraining.transformers.trainers import check_versions
 from tests.support.ranks import run_ranks
 from tests.support.sequence_trainers import (
     told_at_the_start,
@@ -79,3 +80,12 @@ def test_a_trainer_of_whole_sequences_is_refused(tmp_path):
         ConfigError, match="a trainer that does not share sequences: give it .*cp_size=2"
     ):
         configure(model, sequence_parallel=trainer)
+
+
+def test_a_version_that_is_too_old_is_named(monkeypatch):
+    monkeypatch.setattr(requirements, "requires", lambda name: ["accelerate>=1.12; extra == 'hf'"])
+    monkeypatch.setattr(requirements, "version", lambda name: "1.11.0")
+    with pytest.raises(
+        ConfigError, match="accelerate 1.11.0 is too old .*: pip install 'accelerate>=1.12'"
+    ):
+        check_versions()

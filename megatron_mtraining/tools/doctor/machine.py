@@ -27,7 +27,7 @@ OPTIONAL = (
     ("transformer-engine", "te", "transformer_engine.pytorch", "use --transformer-impl local"),
     ("apex", "", "apex.optimizers", "not needed, Megatron uses other optimizers; not on PyPI"),
     ("transformers", "hf", "", "only needed for models of Hugging Face"),
-    ("accelerate", "inspect", "", "only needed by mtraining inspect and eval"),
+    ("accelerate", "hf", "", "only needed by Trainer, mtraining inspect and eval"),
 )
 """Packages, each with our extra, a module that Megatron imports if it finds it, and what is without it."""
 
