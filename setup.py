@@ -47,6 +47,7 @@ TEST = [
     *HF,
     "trl",
     "peft",
+    "tensorboard",
     "pytest>=8",
     "pytest-xdist>=3.2",  # --dist worksteal
     "pybind11",

@@ -126,6 +126,21 @@ def test_finetune(folder, script, tmp_path):
     assert checkpoint.dtype == torch.float32
 
 
+def test_tensorboard_has_what_the_log_has(folder, script, tmp_path):
+    pytest.importorskip("tensorboard", reason="its files are read by it")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    given = folder / "model", folder / "texts.jsonl", tmp_path
+    script("finetune").main(options(*given, steps=1, report_to="tensorboard"))
+    (entry,) = log_of(tmp_path, 1)
+    (file,) = tmp_path.rglob("*.tfevents.*")
+    found = EventAccumulator(str(file)).Reload()
+    for name in ("loss", "mtraining_density", "mtraining_recall", "mtraining_price"):
+        assert [each.value for each in found.Scalars(f"train/{name}")] == pytest.approx(
+            [entry[name]]
+        )
+
+
 def test_finetune_dense(folder, script, tmp_path):
     script("finetune").main(
         options(folder / "model", folder / "texts.jsonl", tmp_path / "out", steps=1, dense=True)
