@@ -139,7 +139,10 @@ def check_checkpoint(folder: str | None, world: int) -> None:
     """One GPU and several have different files in a checkpoint."""
     if folder is not None and (Path(folder) / "pytorch_model_fsdp.bin").exists() != (world > 1):
         before = "one GPU" if world > 1 else "several GPUs"
-        raise ConfigError(f"{folder} is of a run on {before}: go on as it began")
+        raise ConfigError(
+            f"{folder} is of a run on {before}: go on as it began, or start from its weights: give it as the "
+            "model, and another --output"
+        )
 
 
 def train(options) -> None:

@@ -79,6 +79,7 @@ def train(folder, settings: str, world: int = 1, resume=None, **more) -> dict:
     return dict(
         log=torch.tensor(log), prices=torch.tensor(state_of(model).steering.state() or 0.0),
         evaluated=torch.tensor(trainer.evaluate()["eval_loss"]),
+        generated=trainer.model.eval().generate(TOKENS[:1], max_new_tokens=2, do_sample=False),
     )  # fmt: skip
 
 
