@@ -200,7 +200,7 @@ def test_documents_are_cut_and_kept_apart(script):
 
 @pytest.mark.parametrize("rank", (0, 8), ids=("all weights", "lora"))
 def test_sft(rank, folder, script, tmp_path):
-    pytest.importorskip("trl", "1.0", reason="sft.py trains by TRL")
+    pytest.importorskip("trl", "1.1", reason="sft.py trains by TRL")
     if rank:
         pytest.importorskip("peft", reason="LoRA is peft's")
     given = folder / "chat", folder / "chat.jsonl"
@@ -266,7 +266,7 @@ CHATS = [
 
 @pytest.mark.parametrize(("given", "message"), CHATS)
 def test_what_is_wrong_with_a_chat_is_named(given, message, folder, script, tmp_path, capsys):
-    pytest.importorskip("trl", "1.0", reason="sft.py trains by TRL")
+    pytest.importorskip("trl", "1.1", reason="sft.py trains by TRL")
     places = dict(model="chat", data="chat.jsonl", lora=0) | given
     model, data = (folder / places.pop(name) for name in ("model", "data"))
     with pytest.raises(SystemExit) as ended:
@@ -277,7 +277,7 @@ def test_what_is_wrong_with_a_chat_is_named(given, message, folder, script, tmp_
 
 
 def test_a_template_without_marks_is_refused(script):
-    pytest.importorskip("trl", "1.0", reason="sft.py trains by TRL")
+    pytest.importorskip("trl", "1.1", reason="sft.py trains by TRL")
     from megatron_mtraining import ConfigError
 
     words = tokenizer()
@@ -300,7 +300,7 @@ def shown():
 @pytest.mark.parametrize(("name", "words"), shown())
 def test_options_of_the_page_exist(name, words, script):
     if name == "sft":
-        pytest.importorskip("trl", "1.0", reason="sft.py trains by TRL")
+        pytest.importorskip("trl", "1.1", reason="sft.py trains by TRL")
     options = script(name).options_parser().parse_args(words.split())
     assert options.length >= 32768
 
