@@ -6,10 +6,12 @@
     python -m benchmarks.model.layer_prices train $M --lr 5e-6 --decay cosine --curve
 
 At one price, the last pair that each layer selects holds the same attention mass, but a layer's mass may be
-worth more or less loss. ``measure`` doubles the price of one layer at a time: the loss that this adds, over
-the share of pairs that it saves, is what these pairs are worth. With prices in inverse proportion, the last
-pairs of all layers are worth the same; a common factor then restores the density. ``train`` trains dense, at
-one price, and with these prices.
+worth more or less. ``measure`` doubles the price of one layer at a time: the divergence of the predictions
+from those of dense attention that this adds, over the share of pairs that it saves, is what these pairs are
+worth. With prices in inverse proportion, the last pairs of all layers are worth the same; a common factor
+then restores the density. ``train`` trains dense, at one price, and with these prices.
+
+``--by all`` takes the loss in place of the divergence: of one layer it rises or falls by chance.
 """
 
 from __future__ import annotations
@@ -53,17 +55,38 @@ class Judge:
         self.given = material(options)
         self.model, _ = continuing.load(options)
         self.layers = self.model.config.num_hidden_layers
+        self.dense: dict[str, torch.Tensor] = {}
 
     def _set(self, prices: list[float]) -> None:
         configure(self.model, config_of(prices, self.folder))
         continuing.attend_by(self.model, NAME)
 
     def __call__(self, prices: list[float]) -> tuple[dict[str, float], list[float]]:
-        """Held-out losses by text, and the density of each layer."""
+        """Held-out losses by text, with the mean ``divergence`` from dense predictions; and each layer's
+        density."""
         self._set(prices)
         losses = continuing.judged(self.model, self.given.held_out)
+        losses["divergence"] = round(self._divergence(), 8)
         density = take_means(self.model, training=False).density
         return losses, density.double().mean(1).tolist()
+
+    @torch.no_grad()
+    def _divergence(self) -> float:
+        """Of the first window of each kind of text, nats a token."""
+        weight = self.model.get_output_embeddings().weight
+        found = []
+        for kind, windows in self.given.held_out.items():
+            hidden = continuing.hidden_of(self.model, windows[0, :-1])
+            if kind not in self.dense:
+                continuing.attend_by(self.model, None)
+                self.dense[kind] = continuing.hidden_of(self.model, windows[0, :-1])
+                continuing.attend_by(self.model, NAME)
+            for both in zip(
+                hidden.split(continuing.CHUNK), self.dense[kind].split(continuing.CHUNK)
+            ):
+                own, dense = ((each.to(weight.dtype) @ weight.T).log_softmax(-1) for each in both)
+                found.append((dense.exp() * (dense - own)).sum(-1))
+        return torch.cat(found).double().mean().item()
 
     @torch.no_grad()
     def density(self, prices: list[float]) -> float:
@@ -89,12 +112,12 @@ def measured(judge: Judge, options) -> dict:
         doubled = [price * (STEP if at == layer else 1) for at, price in enumerate(same)]
         found, there = judge(doubled)
         saved = density[layer] - there[layer]
-        worth.append((found["all"] - losses["all"]) / max(saved, 1e-6))
+        worth.append((found[options.by] - losses[options.by]) / max(saved, 1e-6))
         print(f"layer {layer}: density {density[layer]:.4f}, worth {worth[-1]:.5f}", flush=True)
     prices = restored(judge, same, worth)
     own, own_density = judge(prices)
     return dict(
-        stage="measure", price=options.price, density=[round(each, 5) for each in density],
+        stage="measure", by=options.by, price=options.price, density=[round(each, 5) for each in density],
         worth=[round(each, 6) for each in worth], prices=[round(each, 5) for each in prices],
         loss=losses, own_loss=own, own_density=[round(each, 5) for each in own_density],
     )  # fmt: skip
@@ -104,7 +127,7 @@ def restored(judge: Judge, same: list[float], worth: list[float]) -> list[float]
     """Prices in inverse proportion to ``worth``, within :data:`BOUNDS`, with the density of ``same``."""
     middle = statistics.median(worth)
     if middle <= 0:
-        raise ConfigError("most layers lose nothing at twice their price: give a higher --price")
+        raise ConfigError("most layers lose nothing at twice their price: give another --price")
     low, high = BOUNDS
     shares = [min(high, max(low, middle / max(each, middle / high))) for each in worth]
     wanted, below, above = judge.density(same), 0.25, 4.0
@@ -140,6 +163,8 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("stage", choices=("measure", "train"))
     continuing.add_options(parser)
     parser.add_argument("--price", type=float, default=0.31)
+    parser.add_argument("--by", choices=("divergence", "all"), default="divergence",
+                        help="what pairs are worth: all is the loss (%(default)s)")  # fmt: skip
     continuing.add_training_options(parser, seeds=[1])
     options = parser.parse_args(words)
     continuing.check_options(parser, options)
