@@ -47,6 +47,7 @@ HYBRID = (
 )
 GATED = "--deterministic-mode --linear-key-head-dim 16 --linear-value-head-dim 32 "
 GATED += "--linear-num-key-heads 4 --linear-num-value-heads 8 "
+MAMBA = "--mamba-state-dim 8 --mamba-num-groups 2 "
 MTP = "--mtp-num-layers 1 " + PER_TOKEN
 
 
@@ -107,7 +108,7 @@ CASES = {
         "HybridModel of attention and MLP": hybrid("*-*-"),
         "HybridModel with experts": hybrid("*E*E", EXPERTS),
         "HybridModel with gated delta net": hybrid("G-*-", GATED),
-        "HybridModel with Mamba": hybrid("M-*-"),
+        "HybridModel with Mamba": hybrid("M-*-", MAMBA),
     },
     "batches": {
         "micro-batch of 2": of_model("--micro-batch-size 2 "),
