@@ -10,11 +10,12 @@ SHOWN = {"equal": "yes", "refused": "refused", "missing": "–"}
 
 
 def _by_case(found: list[Row]) -> list[Row]:
-    """A row of each case, with those of all versions."""
+    """A row of each case, with those of all versions; cases of a group together."""
     cases = grouped(found, lambda row: (row["group"], row["case"]))
+    groups = list(dict.fromkeys(group for group, _ in cases))
     return [
         {**used[0], "used": tuple(used), "of": {row["megatron"]: row for row in used}}
-        for used in cases.values()
+        for _, used in sorted(cases.items(), key=lambda case: groups.index(case[0][0]))
     ]
 
 
