@@ -38,7 +38,7 @@ def setting_of(text: str) -> Setting:
         raise argparse.ArgumentTypeError(f"{text} is not PRICE or PRICE:THRESHOLD") from None
 
 
-SETTINGS = tuple(map(setting_of, ("0.31", "0.31:3", "0.65", "0.65:3", "0:3")))
+SETTINGS = tuple(map(setting_of, ("0.31", "0.31:3", "0.62", "0.62:3", "0:3")))
 
 
 def operands_of(options) -> dict[int, tuple[torch.Tensor, ...]]:
@@ -85,7 +85,7 @@ def options_from(words: list[str] | None = None) -> argparse.Namespace:
     add("--layers", type=int, nargs="+", default=list(LAYERS), help="counted from 0")
     add(
         "--settings", type=setting_of, nargs="+", default=list(SETTINGS), metavar="PRICE[:THRESHOLD]",
-        help="price 0 is a dense forward (0.31 0.31:3 0.65 0.65:3 0:3)",
+        help="price 0 is a dense forward (0.31 0.31:3 0.62 0.62:3 0:3)",
     )  # fmt: skip
     add("--block-size", type=int, default=128)
     options = parser.parse_args(words)

@@ -100,6 +100,7 @@ SCHEDULES = {
     "second_middle": ("qwen.gguf", "0:0.31,0.7:0.31,0.7:0.01,0.8:0.01,0.8:0.65/3"),
     "second_sparser": ("qwen.gguf", "0:0.65,0.9:0/3"),
     "anneal": ("smol.gguf", "0:0.62,0.9:0.15/3"),
+    "anneal_unpruned": ("smol.gguf", "0:0.62,0.9:0.15"),
     "low": ("smol.gguf", "0:0.31,0.9:0.1/3"),
     "steep": ("smol.gguf", "0:1.2,0.9:0.15/3"),
     "high_end": ("smol.gguf", "0:0.62,0.9:0.2/3"),
@@ -148,6 +149,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "real_price_speech": lambda: real_times(131072, 0.31, text="speech"),
     "real_gpu": lambda: cell("{gpu:gpu}", real_share(131072, 0.31, 0.0)[0]),
     "real_density": lambda: cell("{x:share}", x=mean(real_share(131072, 0.31, 0.0), "density")),
+    **{f"layer_prices_{name}": value for name, value in real_tables.LAYER_PRICES.items()},
     "worst_error": lambda: f"{kernel_tables.worst_error():.2f}",
     "ruler_agreement_samples": eval_tables.ruler_agreement_samples,
 }  # fmt: skip

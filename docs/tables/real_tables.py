@@ -11,29 +11,43 @@ from benchmarks.model.real_operands import SETTINGS
 from . import frontier_tables
 from .common import Columns, Row, Table, cell, last, mean, rows, values
 
+THRESHOLD = 3
+
 
 def real_cases() -> dict[tuple, list[Row]]:
     """By GPU, model, text, length, price and threshold: the newest row of each layer."""
     return cases(rows("real_operands"))
 
 
+def _newest() -> dict[tuple, list[Row]]:
+    """By model, text, length, price and threshold: the layers, of the last GPU that measured them."""
+    return {key[1:]: layers for key, layers in real_cases().items()}
+
+
 def _settings(_: list[Row]) -> list[Row]:
-    """The usual settings, over the layers."""
-    usual = {(each["price"], each["backward_threshold"]) for each in SETTINGS}
+    """The usual prices, each with and without a threshold."""
+    found = _newest()
+    usual = dict.fromkeys(each["price"] for each in SETTINGS)
     return [
-        {**layers[0], "used": layers} for key, layers in real_cases().items() if key[-2:] in usual
-    ]
+        dict(
+            layers[0], used=layers, pruned=found.get((model, text, seq, price, THRESHOLD), []),
+        )
+        for (model, text, seq, price, threshold), layers in found.items()
+        if price in usual and threshold == (0 if price else THRESHOLD)
+    ]  # fmt: skip
 
 
-def _setting(row: Row) -> str:
-    name = f"price {row['price']:g}" if row["price"] else "dense forward"
-    threshold = row["backward_threshold"]
-    return name + (f", threshold {threshold:g}" if threshold else "")
+def _times(name: str):
+    """Time over cuDNN's dense attention; of rows with a threshold in brackets."""
+
+    def said(row: Row) -> str:
+        return cell("{x:.3f}", x=share(row[name], "dense")) if row[name] else ""
+
+    return said
 
 
-def _densities(row: Row) -> str:
-    names = ("density", "backward_density") if row["backward_threshold"] else ("density",)
-    return "; ".join(cell("{x:share}", x=mean(row["used"], name)) for name in names)
+def _part(part: str):
+    return lambda row: cell("{x:.3f}", x=share(row["used"], "dense", (part,)))
 
 
 def _range(row: Row) -> str:
@@ -45,15 +59,32 @@ real_operands = Table(
     "real_operands",
     {
         "text, tokens": "{text}, {seq:K}",
-        "setting": _setting,
-        "density; of the backward": _densities,
-        "time / cuDNN dense": lambda row: cell("{x:.3f}", x=share(row["used"], "dense")),
-        "/ FlashAttention-4 dense": lambda row: cell("{x:.3f}", x=share(row["used"], "fa4")),
+        "price": lambda row: f"{row['price']:g}" if row["price"] else "0 (dense forward)",
+        "density": lambda row: cell("{x:share}", x=mean(row["used"], "density")),
+        "time / cuDNN dense": lambda row: _times("used")(row) if row["price"] else "",
+        "with threshold 3": _times("pruned"),
+        "backward's density there": lambda row: (
+            cell("{x:share}", x=mean(row["pruned"], "backward_density")) if row["pruned"] else ""
+        ),
         "layers, / cuDNN": _range,
         "layers": lambda row: len(row["used"]),
     },
     find=_settings,
+    order=lambda row: (row["seq"], row["text"], row["price"] == 0, row["price"]),
 )
+
+
+def by_density(density: float, seq: int = 131072, text: str = "code") -> float | None:
+    """Time over cuDNN's dense attention at a density, between measured prices; None outside of them."""
+    points = sorted(
+        (mean(layers, "density"), share(layers, "dense"))
+        for (_, of, length, price, threshold), layers in _newest().items()
+        if (of, length, threshold) == (text, seq, 0) and price
+    )
+    for (low, faster), (high, slower) in zip(points, points[1:]):
+        if low <= density <= high:
+            return faster + (slower - faster) * (density - low) / (high - low)
+    return None
 
 
 def _costs(found: list[Row]) -> list[Row]:
@@ -82,6 +113,26 @@ def real_share(seq: int, price: float, threshold: float, text: str = "code") -> 
     """The layers of a setting."""
     wanted = (text, seq, price, threshold)
     return [layers for key, layers in real_cases().items() if key[2:] == wanted][-1]
+
+
+def _layer_prices() -> Row:
+    """Prices by layer from the loss of one layer at a time."""
+    return next(row for row in rows("layer_prices") if row.get("by", "all") == "all")
+
+
+LAYER_PRICES = {
+    "loss": lambda: cell(
+        "{x:over}", x=_layer_prices()["own_loss"]["all"] / _layer_prices()["loss"]["all"] - 1
+    ),
+    "density": lambda: cell(
+        "{x:share}", x=mean([dict(x=d) for d in _layer_prices()["density"]], "x")
+    ),
+    "own_density": lambda: cell(
+        "{x:share}", x=mean([dict(x=d) for d in _layer_prices()["own_density"]], "x")
+    ),
+    "falls": lambda: str(sum(each < 0 for each in _layer_prices()["worth"])),
+}
+"""What was found, by the end of its name."""
 
 
 def real_times(seq: int, price: float, threshold: float = 0.0, text: str = "code") -> str:

@@ -19,7 +19,7 @@ def _trained(why: str, options: str, row: Row, layer: str | None = None) -> Row:
         density=cell("{density_trained:share}", row),
         loss=f"{frontier_tables.losses(row, 'trained_dense')} ({row['seeds']})",
         texts=frontier_tables.by_text(row, "trained_dense"),
-        layer=layer or frontier_tables.times(row, "128k"), used=[row],
+        layer=layer or cell("~{x:.3f}", x=real_tables.by_density(row["density_trained"])), used=[row],
     )  # fmt: skip
 
 
@@ -27,14 +27,11 @@ def _scheduled(why: str, name: str, model: str) -> Row:
     """A named schedule, with the mean cost of the run."""
     row = frontier_tables.with_schedule(model, f"{NAMED['schedule'][name]}/{THRESHOLD}")
     options = f"--mtraining-schedule {name} --mtraining-backward-threshold {THRESHOLD}"
-    return _trained(
-        why, options, row, cell("{mean_cost:.3f} (real operands, mean of the run)", row)
-    )
+    return _trained(why, options, row, cell("{mean_cost:.3f}, mean of the run", row))
 
 
 def _exact() -> Row:
-    """A dense forward with a pruned backward; its time is of real operands, as random ones leave the backward
-    far less than a model does."""
+    """A dense forward with a pruned backward."""
     trained = [
         row for row in backward_tables.trained_rows()
         if (row["forward"], row["threshold"]) == ("dense", THRESHOLD)
@@ -47,7 +44,7 @@ def _exact() -> Row:
         density=cell("100%; backward {x:share}", x=mean(trained, "backward_density")),
         loss=f"{backward_tables.over(trained, 'dense', 'dense')} ({len(trained)})",
         texts=backward_tables.over_by_text(trained, "dense"),
-        layer=f"{real_tables.share(timed, 'dense'):.3f} (real operands)", used=[*trained, *timed],
+        layer=f"{real_tables.share(timed, 'dense'):.3f}", used=[*trained, *timed],
     )  # fmt: skip
 
 
@@ -86,7 +83,7 @@ settings = Table(
         "density": "{density}",
         "dense-attention loss over dense (seeds)": "{loss}",
         "code, book, speeches": "{texts}",
-        "layer 128K / cuDNN dense": "{layer}",
+        "attention, 128K of code / cuDNN dense": "{layer}",
     },
     find=_starts,
 )

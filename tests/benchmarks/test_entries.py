@@ -184,6 +184,14 @@ def of_ruler_agreement(rows: Rows) -> None:
     assert not ruler_agreement.agrees({**row, "score_lm_eval": row["score"] + 1e-5})
 
 
+def of_layer_prices(rows: Rows) -> None:
+    measured, dense, same, layers = rows
+    assert [row.get("run") for row in rows] == [None, "dense", "same", "layers"]
+    assert len(set(measured["prices"])) > 1 and layers["prices"] == measured["prices"]
+    assert np.mean(measured["own_density"]) == pytest.approx(np.mean(measured["density"]), rel=0.1)
+    assert dense["density"] == 1 >= same["density"] > 0
+
+
 FROM_A_MODEL = (
     "--model {model} --device cpu --cache {tokens} --tokens 100000 --no-code --text code={code} --seq 512 "
     "--block-size 64"
@@ -224,6 +232,8 @@ SLOW = [
     Entry("model.frontier", [f"zero {TRAINING} --densities 0.6 --policies price moba"], of_zero),
     Entry("model.frontier", [
         f"time {TRAINING} --densities 0.6 --policies price window --lengths 1024 --shape 2 1 64"], of_time),
+    Entry("model.layer_prices", [f"measure {TRAINING} --price 0.6",
+                                 f"train {TRAINING} --steps 2 --curve"], of_layer_prices),
     Entry("model.ablations", [
         f"time {TRAINING} --base moba@0.6 --lengths 1024 --shape 2 1 64"], of_recomputation),
     Entry("model.backward", [
