@@ -19,6 +19,7 @@ from . import (
     kernel_tables,
     pattern_tables,
     peer_tables,
+    plan_tables,
     real_tables,
     ring_tables,
     settings_tables,
@@ -150,6 +151,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "real_gpu": lambda: cell("{gpu:gpu}", real_share(131072, 0.31, 0.0)[0]),
     "real_density": lambda: cell("{x:share}", x=mean(real_share(131072, 0.31, 0.0), "density")),
     **{f"layer_prices_{name}": value for name, value in real_tables.LAYER_PRICES.items()},
+    **plan_tables.FIGURES,
     "worst_error": lambda: f"{kernel_tables.worst_error():.2f}",
     "ruler_agreement_samples": eval_tables.ruler_agreement_samples,
 }  # fmt: skip
@@ -159,6 +161,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "steps": step_tables.steps,
     "steps_two": step_tables.steps_two,
     "breakdown": step_tables.breakdown,
+    "predicted": plan_tables.predicted,
     "layouts": step_tables.layouts,
     "sft": step_tables.sft,
     "sequences": step_tables.sequences,

@@ -61,7 +61,7 @@ COMMANDS = (
     Command(
         "plan",
         "megatron_mtraining.tools.plan.command",
-        "compute the memory that a training setting needs on each GPU",
+        "rank layouts over GPUs by speed, and compute the memory that a setting needs",
     ),
     Command(
         "eval",

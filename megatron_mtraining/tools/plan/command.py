@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""``mtraining plan memory``: what a training setting needs on each GPU."""
+"""``mtraining plan memory``: what a training setting needs on each GPU; and ``mtraining plan layouts``."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ Put the options above before --, or among the flags.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("subject", choices=["memory"], help="what to plan")
+    parser.add_argument("subject", choices=["memory", "layouts"], help="what to plan")
     parser.add_argument(
         "words",
         nargs=argparse.REMAINDER,
         metavar="...",
-        help="options and Megatron's flags: mtraining plan memory --help",
+        help="its options: mtraining plan layouts --help, mtraining plan memory --help",
     )
 
 
@@ -85,6 +85,12 @@ def options_of_plan() -> argparse.ArgumentParser:
 
 
 def run(args) -> int:
+    if args.subject == "layouts":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from .layouts_command import run as run_layouts
+
+        return run_layouts(args.words)
     options, words = options_of_plan().parse_known_args(args.words)
     words = [word for word in words if word != "--"]
     _check(options)

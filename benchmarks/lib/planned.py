@@ -1,0 +1,52 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""What ``mtraining plan layouts`` predicts for steps that were measured."""
+
+from __future__ import annotations
+
+from megatron_mtraining.tools.plan.layouts import COMMON, DENSE, FULL, OURS, words_of
+from megatron_mtraining.tools.plan.options import read
+from megatron_mtraining.tools.plan.rates import GPUS
+from megatron_mtraining.tools.plan.setting import setting_of
+from megatron_mtraining.tools.plan.shapes import shape_of
+from megatron_mtraining.tools.plan.step_time import Hosts, StepTime, step_time
+
+OF_ROWS = {"NVIDIA H200": "h200", "NVIDIA H100 80GB HBM3": "h100-80g"}
+
+
+def is_planned(row: dict) -> bool:
+    """Whether the planner models a row of ``pretrain.jsonl``: one sequence over all GPUs, or one GPU; dense
+    attention that is recomputed with its layer."""
+    is_one = row.get("batch") == 1 or row.get("world") == 1
+    return bool(is_one and row.get("layers") and row.get("dense_recompute") != "output kept")
+
+
+def planned(row: dict) -> StepTime:
+    """The predicted step of such a row, at its density."""
+    model, ours = shape_of(row["model"]), row["attention"] == "mtraining"
+    words = [*words_of(model, row["seq"]), "--seq-length", str(row["seq"]), *COMMON, *FULL]
+    words += ["--vocab-size", str(model.vocab), "--context-parallel-size", str(row["world"])]
+    words += ["--global-batch-size", str(row["batch"]), *(OURS if ours else DENSE[0])]
+    if "--mtraining-recompute-attention" in row["command"]:
+        words.append("--mtraining-recompute-attention")
+    gpu = GPUS[OF_ROWS[row["gpu"]]]
+    return step_time(setting_of(read(words)[0], row["world"]), gpu, Hosts(8, 50), row["density"])
+
+
+def newest(rows: list[dict]) -> list[dict]:
+    """Of rows that measured the same, the last: older ones are of older code."""
+    found = {}
+    for row in filter(is_planned, rows):
+        same = (
+            "model",
+            "seq",
+            "batch",
+            "world",
+            "attention",
+            "gpu",
+            "price",
+            "vertical",
+            "slash_cap",
+        )
+        again = "--mtraining-recompute-attention" in row["command"]
+        found[(*(row.get(name) for name in same), row.get("backward_threshold"), again)] = row
+    return list(found.values())

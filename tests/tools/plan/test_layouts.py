@@ -1,0 +1,103 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""``mtraining plan layouts``: its predictions beside measured steps, what it proposes, and its errors."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+
+from benchmarks.lib import jobs, record
+from benchmarks.lib.planned import newest, planned
+from megatron_mtraining.tools.cli import main
+from megatron_mtraining.tools.plan import shapes
+from megatron_mtraining.tools.plan.layouts import words_of
+from tests.support.convert_cases import save
+
+PAGE = Path(__file__).parents[3] / "docs" / "memory.md"
+SMALL = "--hf Qwen2.5-3B --seq 512K --gpus 4 --gpu h200 --batch 1"
+
+
+def planned_json(capsys, words: str) -> dict:
+    assert main(["plan", "layouts", "--json", *words.split()]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_predictions_are_near_measured_steps():
+    rows = newest(jobs.read(record.RESULTS / "pretrain.jsonl"))
+    errors = [abs(planned(row).total / (row["iter_ms"] / 1000) - 1) for row in rows]
+    assert len(rows) > 20 and statistics.median(errors) < 0.1 and max(errors) < 0.2
+
+
+def test_the_page_shows_what_the_command_prints(capsys):
+    command = "mtraining plan layouts --hf Qwen2.5-7B --seq 256K --gpus 16 --gpu h100-80g"
+    text = PAGE.read_text(encoding="utf-8")
+    assert f"    {command}\n" in text
+    assert main(command.split()[1:]) == 0
+    printed = capsys.readouterr().out.split("\n\n", 1)[1]
+    assert printed.strip() in text
+
+
+def test_layouts_fit_and_the_flags_of_the_first_make_it(capsys):
+    found = planned_json(capsys, SMALL)
+    times = [each["step_s"] for each in found["layouts"]]
+    assert times == sorted(times) and found["dense"][0]["step_s"] > 3 * times[0]
+    first = found["layouts"][0]
+    assert (first["tensor"], first["context"], first["groups"]) == (1, 4, [4, 1])
+    parts = [f"{part}_s" for part in ("attention", "layers", "loss", "communication", "bubble")]
+    assert sum(first[part] for part in parts) < first["step_s"] < 1.01 * sum(map(first.get, parts))
+    model = words_of(shapes.shape_of("Qwen2.5-3B"), 524288)
+    flags = [*model, "--seq-length", "524288", "--vocab-size", "151936", *first["flags"].split()]
+    assert main(["plan", "memory", "--json", "--gpu-memory-gib", "139.8", "--", *flags]) == 0
+    memory = json.loads(capsys.readouterr().out)
+    assert memory["fits"] and memory["needed"] / 2**30 == pytest.approx(first["need_gib"], abs=0.1)
+
+
+def test_keys_are_gathered_in_hosts_and_a_slow_link_shows(capsys):
+    words = "--hf Qwen2.5-7B --seq 1M --gpus 32 --gpu h100-80g --batch 1 --top 99 --link"
+    fast, slow = (planned_json(capsys, f"{words} {link}")["layouts"] for link in (50, 0.5))
+
+    def of(found):
+        sizes = ("tensor", "pipeline", "context", "recompute")
+        return {tuple(each[name] for name in sizes): each for each in found}
+
+    for sizes, each in of(fast).items():
+        own = 8 // sizes[0]
+        assert each["groups"][0] == min(own, sizes[2])
+        if own == 1 < sizes[2]:
+            assert "--mtraining-gathered-ranks 1" in each["flags"]
+    whole = (1, 1, 32, "layers, attention kept")
+    assert of(slow)[whole]["communication_s"] > of(fast)[whole]["communication_s"]
+    assert of(slow)[whole]["attention_s"] == of(fast)[whole]["attention_s"]
+
+
+def test_a_sparser_pattern_and_a_folder(capsys, tmp_path):
+    folder = save("qwen2 tied", tmp_path)
+    words = f"--hf {folder} --seq 8K --gpus 2 --gpu H200 --density"
+    dense, sparse = (planned_json(capsys, f"{words} {share}")["layouts"] for share in (1, 0.1))
+    assert sparse[0]["attention_s"] < dense[0]["attention_s"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (SMALL.replace("h200", "h300"), "--gpu is h300: known are h200, h100-80g"),
+        (SMALL.replace("3B", "9B"), "--hf is Qwen2.5-9B: give a folder with a config.json, or one of"),
+        (SMALL.replace("512K", "512k5"), "'512k5' is no number of tokens such as 131072, 128K or 1M"),
+        (SMALL + " --density 0", "--density is 0: use a share above 0, up to 1"),
+        (SMALL + " --nodes 3", "--gpus is 4, which 3 nodes do not share evenly"),
+        (SMALL.replace("512K", "500"), "no layout divides the GPUs, --batch 1, heads and layers"),
+        (
+            "--hf Qwen2.5-72B --seq 1M --gpus 8 --gpu h100-80g",
+            "the smallest layout needs 395.1 GiB a GPU, 316.0 more than there are; 128 GPUs would do",
+        ),
+    ],
+)  # fmt: skip
+def test_refusals(words, said, capsys):
+    try:
+        status = main(["plan", "layouts", *words.split()])
+    except SystemExit as error:
+        status = error.code
+    assert status == 2 and said in capsys.readouterr().err
