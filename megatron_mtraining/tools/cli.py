@@ -64,6 +64,12 @@ COMMANDS = (
         "rank layouts over GPUs by speed, and compute the memory that a setting needs",
     ),
     Command(
+        "report",
+        "megatron_mtraining.tools.run_report.command",
+        "write a page on what a run did, from its log, TensorBoard's files or trainer_state.json",
+        "report",
+    ),
+    Command(
         "eval",
         "megatron_mtraining.tools.eval.command",
         "run long-context benchmarks on a model with dense and sparse attention",

@@ -1,0 +1,142 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""The charts of a run, drawn by matplotlib for light and dark pages."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import matplotlib
+
+matplotlib.use("Agg")  # before pyplot: there may be no display
+import numpy as np
+from matplotlib import pyplot, ticker
+from matplotlib.figure import Figure
+
+from .sources import Run, Series
+
+Picture = TypeVar("Picture")
+
+THEMES = {
+    "light": dict(text="#222222", page="#ffffff", lines="#cccccc"),
+    "dark": dict(text="#dddddd", page="#16181c", lines="#44484f"),
+}
+COLOURS = {"light": ("#1f5fa8", "#c2620c", "#2f7d42"), "dark": ("#6fa8f0", "#f0a050", "#70c088")}
+SMOOTHED = 20
+"""A line of a mean over so many steps is drawn through values of more steps than twice that."""
+
+
+class Chart(NamedTuple):
+    """
+    Attributes:
+        lines: names of series, by their labels.
+        is_share: shown in percent.
+        smooth: whether a running mean is drawn.
+    """
+
+    title: str
+    lines: dict[str, str]
+    is_share: bool = False
+    smooth: bool = False
+
+
+CHARTS = (
+    Chart("Loss (nats a token)", {"training": "loss", "evaluation": "eval_loss"}, smooth=True),
+    Chart("Seconds a step", {"": "step_s"}),
+    Chart("Tokens a second", {"": "tokens_per_s"}),
+    Chart("TFLOP/s a GPU", {"": "tflops"}),
+    Chart("Density (pairs that are computed)",
+          {"mean": "density", "lowest head": "density_lowest", "highest head": "density_highest"}, True),
+    Chart("Recall (attention mass that is kept)", {"mean": "recall", "lowest head": "recall_lowest"}, True),
+    Chart("Pairs of the backward", {"": "backward_density"}, True),
+    Chart("Price (median)", {"": "price"}),
+    Chart("Idle time of ranks in attention", {"": "idle"}, True),
+    Chart("Gradient norm", {"": "grad_norm"}),
+    Chart("Learning rate", {"": "learning_rate"}),
+)  # fmt: skip
+
+
+def drawn(run: Run, theme: str, save: Callable[[Figure], Picture]) -> dict[str, Picture]:
+    """By title, what ``save`` makes of the chart of each thing that the run has logged."""
+    series = dict(run.series)
+    if "step_ms" in series:
+        series["step_s"] = {step: value / 1000 for step, value in series["step_ms"].items()}
+    figures = {}
+    with matplotlib.rc_context(_style(theme)):
+        for chart in CHARTS:
+            lines = {label: series[name] for label, name in chart.lines.items() if name in series}
+            if lines:
+                figures[chart.title] = _lines(chart, lines, theme)
+        for name, title in (("density", "Density by layer"), ("recall", "Recall by layer")):
+            if run.layers.get(name):
+                figures[title] = _by_layer(run.layers[name])
+        found = {title: save(figure) for title, figure in figures.items()}
+    for figure in figures.values():
+        pyplot.close(figure)
+    return found
+
+
+def svg(figure: Figure) -> str:
+    """The figure as an element of a page."""
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    return text.getvalue()[text.getvalue().index("<svg") :]
+
+
+def png(figure: Figure) -> bytes:
+    content = io.BytesIO()
+    figure.savefig(content, dpi=150)
+    return content.getvalue()
+
+
+def _style(theme: str) -> dict:
+    of = THEMES[theme]
+    text = {f"{name}.color": of["text"] for name in ("text", "xtick", "ytick")}
+    return {
+        **text, "axes.labelcolor": of["text"], "axes.edgecolor": of["lines"], "grid.color": of["lines"],
+        "figure.facecolor": of["page"], "axes.facecolor": of["page"], "savefig.facecolor": of["page"],
+        "axes.prop_cycle": matplotlib.cycler(color=COLOURS[theme]), "svg.fonttype": "none",
+        "svg.hashsalt": "report", "font.size": 10, "legend.framealpha": 0.0,
+    }  # fmt: skip
+
+
+def _lines(chart: Chart, lines: dict[str, Series], theme: str) -> Figure:
+    figure, axes = pyplot.subplots(figsize=(6.4, 3.4), layout="constrained")
+    for label, values in lines.items():
+        steps = np.array(sorted(values))
+        heights = np.array([values[step] for step in steps])
+        if chart.smooth and len(steps) > 2 * SMOOTHED:
+            axes.plot(steps, heights, linewidth=0.8, alpha=0.35, color=COLOURS[theme][0])
+            mean = np.convolve(heights, np.ones(SMOOTHED) / SMOOTHED, "valid")
+            name = f"{label}, mean of {SMOOTHED} steps"
+            axes.plot(steps[SMOOTHED - 1 :], mean, label=name, color=COLOURS[theme][0])
+        else:
+            marker = "o" if len(steps) == 1 else None
+            axes.plot(steps, heights, marker=marker, label=label, linewidth=1.4)
+    if chart.is_share:
+        axes.yaxis.set_major_formatter(ticker.PercentFormatter(1.0))
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+    axes.set_xlabel("step")
+    axes.grid(alpha=0.5)
+    if any(lines):
+        axes.legend(fontsize=9)
+    return figure
+
+
+def _by_layer(layers: dict[int, Series]) -> Figure:
+    steps = sorted({step for values in layers.values() for step in values})
+    numbers = sorted(layers)
+    shown = np.array([[layers[n].get(step, np.nan) for step in steps] for n in numbers])
+    figure, axes = pyplot.subplots(
+        figsize=(6.4, max(2.4, 0.16 * len(numbers) + 1.4)), layout="constrained"
+    )
+    image = axes.imshow(
+        shown, aspect="auto", cmap="viridis", vmin=0, vmax=1, interpolation="nearest",
+        extent=(steps[0] - 0.5, steps[-1] + 0.5, len(numbers) - 0.5, -0.5),
+    )  # fmt: skip
+    axes.set_yticks(range(len(numbers)), [str(n) for n in numbers], fontsize=7)
+    axes.set_xlabel("step")
+    axes.set_ylabel("layer")
+    figure.colorbar(image, ax=axes, format=ticker.PercentFormatter(1.0))
+    return figure

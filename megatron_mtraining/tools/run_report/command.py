@@ -1,0 +1,43 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""``mtraining report``: a page on what a run did."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ...config import ConfigError
+from .sources import WANTED, read
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help=f"{WANTED}; or a folder with one of them")
+    add("--output", type=Path, default=Path("report.html"), help="(default: %(default)s)")
+    add("--title", help="(default: the run's name)")
+    add("--png", type=Path, metavar="FOLDER", help="also write each chart there as a picture")
+    add("--overwrite", action="store_true", help="replace --output")
+
+
+def run(args) -> int:
+    from . import charts
+    from .page import page
+
+    if args.output.exists() and not args.overwrite:
+        raise ConfigError(f"{args.output} exists: give --overwrite, or another --output")
+    found = read(args.run)
+    title = args.title or args.run.resolve().name
+    try:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(page(found, title), encoding="utf-8")
+        if args.png:
+            args.png.mkdir(parents=True, exist_ok=True)
+            for name, content in charts.drawn(found, "light", charts.png).items():
+                file = name.split(" (")[0].lower().replace(" ", "-").replace("/", "-")
+                (args.png / f"{file}.png").write_bytes(content)
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename or args.output} cannot be written: {error.strerror}"
+        ) from error
+    print(f"{args.output}: open it in a browser")
+    return 0

@@ -1,0 +1,211 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""What a run has logged: Megatron's printed log, TensorBoard's files, or transformers' trainer_state.json."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from ...config import ConfigError
+from ...files import read_json, read_text
+
+Series = dict[int, float]
+"""Values by step."""
+WANTED = (
+    "Megatron's printed log, a folder of TensorBoard's files, or transformers' trainer_state.json"
+)
+
+PRINTED = {
+    "lm loss": "loss", "elapsed time per iteration (ms)": "step_ms", "learning rate": "learning_rate",
+    "grad norm": "grad_norm", "throughput per GPU (TFLOP/s/GPU)": "tflops",
+}  # fmt: skip
+"""Names in a line that Megatron prints for a step."""
+TAGS = {
+    "lm loss": "loss", "learning-rate": "learning_rate", "grad-norm": "grad_norm",
+    "iteration-time": "step_s", "throughput": "tflops", "mtraining-price": "price",
+    "mtraining-density/mean": "density", "mtraining-density/lowest-head": "density_lowest",
+    "mtraining-density/highest-head": "density_highest", "mtraining-recall/mean": "recall",
+    "mtraining-recall/lowest-head": "recall_lowest",
+    "mtraining-backward-density/mean": "backward_density",
+    "mtraining_density": "density", "mtraining_recall": "recall", "mtraining_price": "price",
+    "loss": "loss", "learning_rate": "learning_rate", "grad_norm": "grad_norm", "eval_loss": "eval_loss",
+    "tokens_per_second": "tokens_per_s",
+}  # fmt: skip
+"""Names in TensorBoard and of transformers, there without ``train/``."""
+STEP = re.compile(r"iteration +(\d+)/ *\d+ \|(.*)\|")
+FIELD = re.compile(r" *([^|:]+): +([-+\d.eEnaif]+) *(?:\||$)")
+OURS = re.compile(
+    r"\[mtraining\] iteration (\d+) \| density ([\d.]+) \(lowest head ([\d.]+), highest ([\d.]+)\)"
+    r"(?: \| recall ([\d.naif]+) \(lowest head ([\d.naif]+)\))?"
+)
+PRICE = re.compile(r"\[mtraining\] iteration (\d+) \|.*\| price ([\d.e-]+)")
+BACKWARD = re.compile(r"\[mtraining\] iteration (\d+) \|.*\| backward density ([\d.]+)")
+IDLE = re.compile(r"\[mtraining\] iteration (\d+) \| attention of .*measured .*?idle ([\d.]+)%")
+WARNING = re.compile(r"\[mtraining\] (warning: .*)|megatron_mtraining: (warning: .*)")
+LAYER = re.compile(r"mtraining-(density|recall)-layers/(\d+)")
+
+
+class Run(NamedTuple):
+    """
+    Attributes:
+        source: what was read.
+        series: by name: ``loss``, ``density``, ``recall``, ``price``, ``step_ms`` and others as above.
+        layers: ``density`` and ``recall``, by the number of a layer.
+        warnings: of this package, each once.
+    """
+
+    source: str
+    series: dict[str, Series]
+    layers: dict[str, dict[int, Series]]
+    warnings: list[str]
+
+
+def read(path: Path) -> Run:
+    """What was logged in a file, or in a folder: the first of the kinds in :data:`WANTED` that is there.
+
+    Raises:
+        ConfigError: there is nothing, or nothing that says what a step did.
+    """
+    if not path.exists():
+        raise ConfigError(f"there is no {path}")
+    for find, take in ((_states, _of_trainer), (_events, _of_tensorboard), (_logs, _of_log)):
+        if found := find(path):
+            run = take(found)
+            if run.series:
+                return run
+    raise ConfigError(f"{path} has no metrics of a run: give {WANTED}")
+
+
+# transformers
+
+
+def _states(path: Path) -> Path | None:
+    """The trainer_state.json with the most steps."""
+    if path.is_file():
+        return path if path.name == "trainer_state.json" else None
+    found = [*path.glob("trainer_state.json"), *path.glob("checkpoint-*/trainer_state.json")]
+    return max(found, key=lambda each: each.stat().st_mtime, default=None)
+
+
+def _of_trainer(file: Path) -> Run:
+    series: dict[str, Series] = defaultdict(dict)
+    for entry in read_json(file).get("log_history", []):
+        for name, value in entry.items():
+            if name in TAGS and isinstance(value, (int, float)):
+                series[TAGS[name]][int(entry["step"])] = float(value)
+    return Run(str(file), dict(series), {}, [])
+
+
+# TensorBoard
+
+
+def _events(path: Path) -> list[Path]:
+    """Folders with event files."""
+    if path.is_file():
+        return [path.parent] if "tfevents" in path.name else []
+    return sorted({file.parent for file in path.rglob("*tfevents*")})
+
+
+def _of_tensorboard(folders: list[Path]) -> Run:
+    try:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    except ImportError:
+        raise ConfigError(
+            f"{folders[0]} has TensorBoard's files, which need tensorboard: "
+            "pip install 'megatron-mtraining[report]'"
+        ) from None
+    series: dict[str, Series] = defaultdict(dict)
+    layers: dict[str, dict[int, Series]] = defaultdict(dict)
+    begins: dict[int, str] = {}
+    for folder in folders:
+        events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+        steps = [each.step for tag in events.Tags()["scalars"] for each in events.Scalars(tag)]
+        _check_goes_on(begins, str(folder), steps)
+        for tag in events.Tags()["scalars"]:
+            values = {event.step: event.value for event in events.Scalars(tag)}
+            name = TAGS.get(tag.removeprefix("train/"))
+            if of_layer := LAYER.fullmatch(tag):
+                layers[of_layer[1]].setdefault(int(of_layer[2]), {}).update(values)
+            elif name == "step_s":
+                series["step_ms"].update({step: 1000 * value for step, value in values.items()})
+            elif name:
+                series[name].update(values)
+    return Run(", ".join(map(str, folders)), dict(series), dict(layers), [])
+
+
+# Megatron's log
+
+
+def _logs(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    found = [file for kind in ("*.log", "*.txt", "*.out") for file in path.glob(kind)]
+    return sorted(found, key=lambda file: file.stat().st_mtime)
+
+
+def _of_log(files: list[Path]) -> Run:
+    series: dict[str, Series] = defaultdict(dict)
+    warnings: dict[str, None] = {}
+    begins: dict[int, str] = {}
+    for file in files:
+        lines = _lines(file)
+        found = [each for line in lines for each in _of_line(line)]
+        _check_goes_on(begins, str(file), [step for _, step, _ in found])
+        for name, step, value in found:
+            series[name][step] = value
+        for said in filter(None, map(WARNING.search, lines)):
+            warnings[said[1] or said[2]] = None
+    return Run(", ".join(begins.values()), dict(series), {}, list(warnings))
+
+
+def _check_goes_on(begins: dict[int, str], name: str, steps: list[int]) -> None:
+    """Note where a log begins. Logs of a run that went on begin at other steps, later ones later.
+
+    Raises:
+        ConfigError: another log begins there: it is of another run.
+    """
+    if not steps:
+        return
+    first = min(steps)
+    if first in begins:
+        raise ConfigError(
+            f"{begins[first]} and {name} both begin at step {first}: they are of two runs; give one of them"
+        )
+    begins[first] = name
+
+
+def _lines(file: Path) -> list[str]:
+    """A last line that was cut off is left out."""
+    text = read_text(file, str(file))
+    return text.splitlines() if text.endswith("\n") else text.splitlines()[:-1]
+
+
+def _of_line(line: str) -> Iterator[tuple[str, int, float]]:
+    """Name, step and value of what a line says."""
+    if said := STEP.search(line):
+        for name, value in FIELD.findall(said[2]):
+            if name.strip() in PRINTED and _is_number(value):
+                yield PRINTED[name.strip()], int(said[1]), float(value)
+        return
+    if "[mtraining]" not in line:
+        return
+    if said := OURS.search(line):
+        names = ("density", "density_lowest", "density_highest", "recall", "recall_lowest")
+        for name, value in zip(names, said.groups()[1:]):
+            if value is not None and _is_number(value):
+                yield name, int(said[1]), float(value)
+    for pattern, name in ((PRICE, "price"), (BACKWARD, "backward_density"), (IDLE, "idle")):
+        if said := pattern.search(line):
+            share = 0.01 if name == "idle" else 1.0
+            yield name, int(said[1]), share * float(said[2])
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False

@@ -1,0 +1,115 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""``mtraining report``: what it reads of each kind of log, its page, and its errors."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from megatron_mtraining.tools.cli import main
+from megatron_mtraining.tools.run_report.sources import read
+
+pytest.importorskip("matplotlib")
+STEP = (
+    " [2026-11-28 21:53:33] iteration {step:8d}/     100 | consumed samples: {step:12d} | elapsed time per "
+    "iteration (ms): {ms} | learning rate: 1.000000E-03 | global batch size:     1 | lm loss: {loss:E} | "
+    "loss scale: 1.0 | grad norm: 1.250 | number of skipped iterations:   0 |\n"
+)
+OURS = (
+    " [mtraining] iteration {step} | density {density} (lowest head 0.1, highest 0.9) | recall 0.95 (lowest "
+    "head 0.9) | price 0.31\n"
+)
+WARNING = " [mtraining] warning: density is 0.9990: price 0.31 keeps <nearly> all pairs\n"
+
+
+def log(steps: range) -> str:
+    text = "some other line\n" + 2 * WARNING
+    for step in steps:
+        text += STEP.format(step=step, ms=100 + step, loss=3 - step / 100)
+        text += OURS.format(step=step, density=0.2 + step / 1000)
+    return text
+
+
+def test_megatrons_log_of_a_run_that_went_on(tmp_path):
+    (tmp_path / "a.log").write_text(log(range(1, 61)))
+    (tmp_path / "b.log").write_text(log(range(51, 101)) + STEP.format(step=101, ms=1, loss=9)[:-30])
+    found = read(tmp_path)
+    assert sorted(found.series["loss"]) == list(range(1, 101)), "the last line is cut off"
+    assert found.series["loss"][100] == 2 and found.series["step_ms"][7] == 107
+    assert found.series["density"][50] == 0.25 and found.series["recall"][1] == 0.95
+    assert found.series["price"] == dict.fromkeys(range(1, 101), 0.31)
+    assert found.warnings == [WARNING.split("] ")[1].strip()]
+
+
+def test_the_page_loads_nothing_and_has_both_themes(tmp_path, capsys):
+    (tmp_path / "run.log").write_text(log(range(1, 61)))
+    words = ["report", str(tmp_path / "run.log"), "--output", str(tmp_path / "page" / "run.html")]
+    assert main([*words, "--png", str(tmp_path / "png"), "--title", "A <run>"]) == 0
+    text = (tmp_path / "page" / "run.html").read_text(encoding="utf-8")
+    HTMLParser().feed(text)
+    assert (
+        not re.findall(r"(?:src|href)=\"(?!#)", text)
+        and "<script" not in text
+        and "url(h" not in text
+    )
+    assert text.count('<div class="light"') == text.count('<div class="dark"') == 7
+    for theme, colour in (("light", "#222222"), ("dark", "#dddddd")):
+        parts = re.findall(rf'<div class="{theme}".*?</div>', text, re.DOTALL)
+        assert all(colour in each for each in parts), theme
+    assert "A &lt;run&gt;" in text and "keeps &lt;nearly&gt; all" in text
+    assert "<th>training loss</th><td>2.9900</td><td>2.4000</td><td>2.4950</td>" in text
+    assert {file.stem for file in (tmp_path / "png").iterdir()} >= {
+        "loss",
+        "density",
+        "recall",
+        "price",
+    }
+    capsys.readouterr()
+    assert main(words) == 2 and "exists: give --overwrite" in capsys.readouterr().err
+    assert main([*words, "--overwrite"]) == 0
+
+
+def test_tensorboard_has_layers(tmp_path):
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+    with tensorboard.SummaryWriter(str(tmp_path / "tb")) as writer:
+        for step in range(1, 4):
+            writer.add_scalar("lm loss", 3.0 - step, step)
+            writer.add_scalar("iteration-time", 0.5, step)
+            writer.add_scalar("mtraining-density/mean", 0.25, step)
+            for layer in range(2):
+                writer.add_scalar(f"mtraining-density-layers/{layer:02d}", 0.125 + layer, step)
+    found = read(tmp_path)
+    assert found.series["loss"] == {1: 2, 2: 1, 3: 0} and found.series["step_ms"][1] == 500
+    assert found.layers["density"][1] == {1: 1.125, 2: 1.125, 3: 1.125}
+    output = tmp_path / "report.html"
+    assert main(["report", str(tmp_path / "tb"), "--output", str(output)]) == 0
+    assert "Density by layer" in output.read_text(encoding="utf-8")
+
+
+def test_transformers_state(tmp_path):
+    folder = tmp_path / "checkpoint-2"
+    folder.mkdir()
+    history = [
+        dict(loss=2.0, step=1, mtraining_density=0.2, mtraining_recall=0.95, learning_rate=1e-5),
+        dict(loss=1.5, step=2, mtraining_density=0.15, mtraining_recall=0.94, learning_rate=1e-5),
+        dict(eval_loss=1.75, step=2),
+    ]
+    (folder / "trainer_state.json").write_text(json.dumps(dict(log_history=history)))
+    found = read(tmp_path)
+    assert found.series["loss"] == {1: 2, 2: 1.5} and found.series["eval_loss"] == {2: 1.75}
+    assert found.series["density"] == {1: 0.2, 2: 0.15}
+
+
+def test_refusals(tmp_path, capsys):
+    def said(*words) -> str:
+        assert main(["report", *map(str, words)]) == 2
+        return capsys.readouterr().err
+
+    assert "there is no" in said(tmp_path / "nothing")
+    assert "has no metrics of a run: give Megatron's printed log" in said(tmp_path)
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.log").write_text(log(range(1, 5)))
+    assert "both begin at step 1: they are of two runs" in said(tmp_path)
