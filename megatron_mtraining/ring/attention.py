@@ -24,6 +24,7 @@ from ..kernels import attention as kernels
 from ..kernels.attention import BackwardInputs, ForwardInputs, RoundKeys, StepKeys
 from ..kernels.attention.operands import unit_stride
 from ..kernels.types import BackwardPath, Round
+from ..labels import labelled
 from ..pattern.vertical_slash_index import PatternIndex
 from ..tensors import own_context
 from .pruning import BackwardPruning, Marking, PrunedPattern
@@ -144,6 +145,7 @@ class _DkvAccumulator:
             return self._receiving.pop(link).wait()
 
 
+@labelled("attention forward")
 def _forward(
     query: Tensor,
     key: Tensor,
@@ -177,6 +179,7 @@ def _forward(
     return out, lse
 
 
+@labelled("attention backward")
 def _backward(
     query: Tensor,
     key: Tensor,
