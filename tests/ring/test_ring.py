@@ -67,9 +67,10 @@ NODES = {1: [None], 2: [None, 1], 3: [None, 1], 4: [None, 1, 2], 6: [None, 2, 3]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2}
 
 
-@pytest.mark.parametrize(
-    "world", [1, 2, 3, 4, 6, pytest.param(8, marks=[pytest.mark.slow, pytest.mark.release])]
-)
+LONGER = [pytest.param(n, marks=[pytest.mark.slow, pytest.mark.release]) for n in (6, 8)]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, *LONGER])
 def test_processes_agree_with_dense_attention(world):
     agree_with_dense_attention(world, run_rings)
 

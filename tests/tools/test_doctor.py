@@ -103,7 +103,7 @@ def test_a_function_that_has_moved_is_named(monkeypatch):
 
 
 def test_packages(monkeypatch):
-    versions = {"torch": "2.5.1", "triton": "not installed", "apex": "0.1", "accelerate": "1.0"}
+    versions = {"torch": "2.5.1", "triton": "not installed", "apex": "0.1", "accelerate": "1.15"}
     monkeypatch.setattr(machine, "installed", lambda name: versions.get(name, "not installed"))
     monkeypatch.setattr(
         "megatron_mtraining.requirements.installed", lambda name: versions.get(name, "")

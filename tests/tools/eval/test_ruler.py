@@ -60,6 +60,8 @@ def test_a_tokenizer_for_which_the_smallest_samples_are_too_long(tmp_path, capsy
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.release
+@pytest.mark.slow
 def test_both_attentions(llama, tmp_path, capsys):
     out = tmp_path / "out"
     words = ("--samples", 2, "--tasks", "niah_multikey_3", "vt")
