@@ -22,6 +22,8 @@ from .wrapping import log
 
 NEARLY_DENSE = 0.95
 """Mean density from which on a run whose price should leave something out is told that it does not."""
+SETTLED, MISSED = 50, 0.02
+"""Steps after which a mean recall that is so far below the target is told: prices have moved by then."""
 
 
 class DensityMeter:
@@ -226,7 +228,7 @@ def wrap_training_log(original):
         share = RUN.share() if is_logged and has_schedule(training_arguments()) else None
         end_step(iteration)
         if is_logged:
-            log_density(iteration, price, density, share)
+            log_density(iteration, price, density, share, RUN.target())
             RUN.logged = True
             RUN.balance.log(iteration)
         return result
@@ -303,12 +305,38 @@ def figures(density: Density) -> dict[str, float]:
     return values
 
 
+def warnings_of(
+    iteration: int, price: float | None, density: Density, target: float | None
+) -> dict[str, str]:
+    """What a user should be told of a step's pattern, by name."""
+    found = {}
+    if price and density.density.mean >= NEARLY_DENSE:
+        found["density"] = (
+            f"density is {density.density.mean:.4f}: price {price:.4g} keeps nearly all query-key pairs, as "
+            "with random weights, whose attention is even. Use trained weights, raise --mtraining-price, or "
+            "bound the pattern with --mtraining-vertical-cap and --mtraining-slash-cap or with fixed budgets "
+            "(--mtraining-vertical, --mtraining-slash)"
+        )
+    recall = density.recall.mean
+    if target is not None and iteration >= SETTLED and recall < target - MISSED:
+        found["recall"] = (
+            f"recall is {recall:.4f}, and --mtraining-target-recall {target:g}: a bound keeps "
+            "it there. Raise --mtraining-vertical-cap and --mtraining-slash-cap, or lower the target"
+        )
+    return found
+
+
 def log_density(
-    iteration: int, price: float | None, density: Density | None, share: float | None = None
+    iteration: int,
+    price: float | None,
+    density: Density | None,
+    share: float | None = None,
+    target: float | None = None,
 ) -> None:
     """Print and record density and recall.
 
     Args:
+        target: recall that prices move to; None without, or if it changes.
         price: of the step that has ended.
         density: of the steps since the last call; None prints nothing.
         share: of a schedule, where the step has begun.
@@ -319,14 +347,10 @@ def log_density(
     if density is None:
         return
     print_rank_last(density.line(iteration, price, share))
-    if not RUN.warned_of_density and price and density.density.mean >= NEARLY_DENSE:
-        RUN.warned_of_density = True
-        print_rank_last(
-            f" [mtraining] warning: density is {density.density.mean:.4f}: price {price:.4g} keeps nearly "
-            "all query-key pairs, as with random weights, whose attention is even. Use trained weights, "
-            "raise --mtraining-price, or bound the pattern with --mtraining-vertical-cap and "
-            "--mtraining-slash-cap or with fixed budgets (--mtraining-vertical, --mtraining-slash)"
-        )
+    for name, warning in warnings_of(iteration, price, density, target).items():
+        if name not in RUN.warned:
+            RUN.warned.add(name)
+            print_rank_last(f" [mtraining] warning: {warning}")
     values = figures(density)
     if price is not None:
         values["mtraining-price"] = price

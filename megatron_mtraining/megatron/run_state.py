@@ -40,7 +40,7 @@ class RunState:
         computed: the share of attention's dense operations that logged steps computed; 1 before the first.
         has_attention: whether an attention was built in this process.
         has_run_dense: whether dense attention has run, so that its kernels are compiled.
-        warned_of_density: whether this run was told that its price leaves nothing out.
+        warned: of which things this run was told that it does not what was asked for, by name.
         meters: of density, one for each layer that there is (:mod:`.density`).
     """
 
@@ -54,7 +54,7 @@ class RunState:
         self.computed = 1.0
         self.has_attention = False
         self.has_run_dense = False
-        self.warned_of_density = False
+        self.warned: set[str] = set()
         self.meters: WeakSet = WeakSet()
         self._steerings: dict[tuple, Steering] = {}
 
@@ -150,6 +150,12 @@ class RunState:
         args = training_arguments()
         shape = attention_layers(args), args.num_attention_heads
         return self.steering_of(config or settings(), *shape, layers_with_attention(args))
+
+    def target(self) -> float | None:
+        """The target recall of all heads; None without one, if it changes, or if a file has others."""
+        given = settings()
+        is_one = given.settings is None and given.policy.target_schedule is None
+        return given.policy.target_recall if is_one else None
 
     @property
     def steerings(self) -> list[Steering]:

@@ -117,6 +117,18 @@ def test_a_price_that_leaves_nothing_out_is_warned_of_once(
     assert printed.count("--mtraining-price") == expected
 
 
+@pytest.mark.parametrize(
+    "iteration, target, expected", [(50, 0.95, 1), (49, 0.95, 0), (50, 0.91, 0), (50, None, 0)]
+)
+def test_a_recall_below_its_target_is_told(iteration, target, expected):
+    meter = DensityMeter()
+    meter.add(torch.full((1, 2), 0.3), torch.full((1, 2), 0.9))
+    found = module.warnings_of(iteration, 0.5, take_density(), target)
+    assert len(found) == expected
+    if found:
+        assert "recall is 0.9000, and --mtraining-target-recall 0.95" in found["recall"]
+
+
 def test_meters_of_deleted_models_are_gone():
     meter = DensityMeter()
     meter.add(torch.ones(1, 1))
@@ -180,7 +192,7 @@ def test_the_price_in_the_log_is_that_of_the_step(monkeypatch):
     logged = []
     monkeypatch.setattr(module, "log_density", lambda *given: logged.append(given))
     module.wrap_training_log(lambda iteration: None)(1)
-    assert logged == [(1, 0.2, None, None)]
+    assert logged == [(1, 0.2, None, None, None)]
 
 
 def dense_operations(args, batch_size):
