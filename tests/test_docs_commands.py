@@ -61,6 +61,7 @@ def test_programs_begin_commands():
 
 
 LONG = [Path("docs", f"{name}.md") for name in ("serving", "run-for-days", "checkpoints", "data")]
+LONG += [Path("examples", "README.md")]
 """Pages whose commands take the better part of a minute, or more."""
 
 

@@ -359,7 +359,10 @@ def of_sequences(rows: Rows) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["kernels.loss", "layer.rings", "model.sequences"])
+@pytest.mark.parametrize(
+    "name",
+    ["kernels.loss", "layer.rings", pytest.param("model.sequences", marks=pytest.mark.release)],
+)
 def test_rows_of_other_processes(name, tmp_path):
     """Of process groups, which this process has none of."""
     output = tmp_path / "rows.jsonl"
@@ -395,6 +398,7 @@ def test_both_commands_on_ruler(files, tmp_path, monkeypatch):
     check_rows(entry, longer, tmp_path, monkeypatch)
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_prompts_of_ruler_have_their_answers(files, tmp_path, monkeypatch):
     pytest.importorskip("lm_eval")

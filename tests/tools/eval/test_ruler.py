@@ -28,6 +28,7 @@ def test_right_answers(task):
     assert right_answer(task, {"outputs": outputs}) == text
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_local_data(llama, tmp_path):
     """Essays, SQuAD and HotpotQA from files, in the forms that they are published in."""

@@ -108,6 +108,7 @@ def test_compares_dense_with_megatrons_own_attention(finished):
     assert all(float(difference) <= 1e-4 for _, difference in agreed)
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_one_failing_rank_stops_all_with_its_reason(tmp_path):
     # Rank 1 fails after it has joined the others; rank 0 would wait for it in the ring.
