@@ -74,8 +74,10 @@ def test_a_model_is_converted_trained_at_length_converted_back_and_judged(megatr
 
 @pytest.mark.release
 @pytest.mark.slow
-def test_documents_of_packed_conversations(megatron, tmp_path):
+def test_documents_of_packed_conversations(megatron, checkout, tmp_path):
     """Of both layouts, and with everything kept and a pattern: weights are the same, and documents."""
+    if "core_v0.16" in str(checkout):
+        pytest.skip("Megatron-LM 0.16 has no such format of conversations")
     pytest.importorskip("transformers")
     pytest.importorskip("datasets")
     folder, output = tmp_path / "chat", tmp_path / "rows.jsonl"
