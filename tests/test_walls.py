@@ -13,7 +13,7 @@ from tests.support.imports import circles, graph, sources
 PACKAGE = "megatron_mtraining"
 FLOORS = [
     ["errors"],
-    ["requirements", "tensors", "files", "switches"],
+    ["requirements", "tensors", "files", "switches", "labels"],
     ["layout"],
     ["checkout", "cp_group", "stream_graphs", "visibility"],
     ["agreement", "relayout"],
@@ -32,9 +32,9 @@ FLOORS = [
     ["transformers"],
     ["models"],
     ["tools.common"],
-    ["tools.report"],
-    ["tools.data", "tools.convert", "tools.inspect", "tools.plan", "tools.patching", "tools.quickstart"],
-    ["tools.doctor", "tools.eval"],
+    ["tools.report", "tools.run_report"],
+    ["tools.data", "tools.convert", "tools.inspect", "tools.patching", "tools.quickstart"],
+    ["tools.doctor", "tools.eval", "tools.plan"],
     ["tools.cli"],
 ]  # fmt: skip
 """Rooms or modules of a floor stand beside each other: none imports another."""
