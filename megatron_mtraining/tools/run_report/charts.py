@@ -59,10 +59,7 @@ CHARTS = (
 
 def drawn(run: Run, theme: str, save: Callable[[Figure], Picture]) -> dict[str, Picture]:
     """By title, what ``save`` makes of the chart of each thing that the run has logged."""
-    series = dict(run.series)
-    if "step_ms" in series:
-        series["step_s"] = {step: value / 1000 for step, value in series["step_ms"].items()}
-    figures = {}
+    series, figures = run.series, {}
     with matplotlib.rc_context(_style(theme)):
         for chart in CHARTS:
             lines = {label: series[name] for label, name in chart.lines.items() if name in series}

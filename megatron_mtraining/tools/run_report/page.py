@@ -26,7 +26,7 @@ ul.warnings { border-left: 4px solid #c2620c; padding: .5rem 1rem .5rem 2rem; ma
 """
 NUMBERS = (
     ("training loss", "loss", "{:.4f}"), ("density", "density", "{:.1%}"),
-    ("recall", "recall", "{:.3f}"), ("price", "price", "{:.4g}"), ("seconds a step", "step_ms", "{:.3f}"),
+    ("recall", "recall", "{:.3f}"), ("price", "price", "{:.4g}"), ("seconds a step", "step_s", "{:.3f}"),
 )  # fmt: skip
 LAST = 20
 
@@ -67,8 +67,6 @@ def _table(run: Run) -> str:
     rows = []
     for name, key, form in NUMBERS:
         if values := run.series.get(key):
-            if key == "step_ms":
-                values = {step: value / 1000 for step, value in values.items()}
             rows.append(_row(name, values, form))
     head = f"<tr><th></th><th>first</th><th>last</th><th>mean of the last {LAST}</th></tr>"
     return f"<table>{head}{''.join(rows)}</table>" if rows else ""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from ...config import ConfigError
 from ...files import read_json, read_text
+from ...requirements import require
 
 Series = dict[int, float]
 """Values by step."""
@@ -20,10 +21,12 @@ WANTED = (
 )
 
 PRINTED = {
-    "lm loss": "loss", "elapsed time per iteration (ms)": "step_ms", "learning rate": "learning_rate",
+    "lm loss": "loss", "elapsed time per iteration (ms)": "step_s", "learning rate": "learning_rate",
     "grad norm": "grad_norm", "throughput per GPU (TFLOP/s/GPU)": "tflops",
 }  # fmt: skip
 """Names in a line that Megatron prints for a step."""
+SCALES = {"step_s": 1e-3, "idle": 1e-2}
+"""Of what is printed in milliseconds and percent."""
 TAGS = {
     "lm loss": "loss", "learning-rate": "learning_rate", "grad-norm": "grad_norm",
     "iteration-time": "step_s", "throughput": "tflops", "mtraining-price": "price",
@@ -45,7 +48,7 @@ OURS = re.compile(
 PRICE = re.compile(r"\[mtraining\] iteration (\d+) \|.*\| price ([\d.e-]+)")
 BACKWARD = re.compile(r"\[mtraining\] iteration (\d+) \|.*\| backward density ([\d.]+)")
 IDLE = re.compile(r"\[mtraining\] iteration (\d+) \| attention of .*measured .*?idle ([\d.]+)%")
-WARNING = re.compile(r"\[mtraining\] (warning: .*)|megatron_mtraining: (warning: .*)")
+WARNING = re.compile(r"\[mtraining\] (warning: .*)")
 LAYER = re.compile(r"mtraining-(density|recall)-layers/(\d+)")
 
 
@@ -53,7 +56,7 @@ class Run(NamedTuple):
     """
     Attributes:
         source: what was read.
-        series: by name: ``loss``, ``density``, ``recall``, ``price``, ``step_ms`` and others as above.
+        series: by name: ``loss``, ``density``, ``recall``, ``price``, ``step_s`` and others as above.
         layers: ``density`` and ``recall``, by the number of a layer.
         warnings: of this package, each once.
     """
@@ -111,27 +114,23 @@ def _events(path: Path) -> list[Path]:
 
 
 def _of_tensorboard(folders: list[Path]) -> Run:
-    try:
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    except ImportError:
-        raise ConfigError(
-            f"{folders[0]} has TensorBoard's files, which need tensorboard: "
-            "pip install 'megatron-mtraining[report]'"
-        ) from None
+    require("tensorboard", extra="report")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     series: dict[str, Series] = defaultdict(dict)
     layers: dict[str, dict[int, Series]] = defaultdict(dict)
     begins: dict[int, str] = {}
     for folder in folders:
         events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-        steps = [each.step for tag in events.Tags()["scalars"] for each in events.Scalars(tag)]
-        _check_goes_on(begins, str(folder), steps)
-        for tag in events.Tags()["scalars"]:
-            values = {event.step: event.value for event in events.Scalars(tag)}
+        found = {
+            tag: {event.step: event.value for event in events.Scalars(tag)}
+            for tag in events.Tags()["scalars"]
+        }
+        _check_goes_on(begins, str(folder), [step for values in found.values() for step in values])
+        for tag, values in found.items():
             name = TAGS.get(tag.removeprefix("train/"))
             if of_layer := LAYER.fullmatch(tag):
                 layers[of_layer[1]].setdefault(int(of_layer[2]), {}).update(values)
-            elif name == "step_s":
-                series["step_ms"].update({step: 1000 * value for step, value in values.items()})
             elif name:
                 series[name].update(values)
     return Run(", ".join(map(str, folders)), dict(series), dict(layers), [])
@@ -158,7 +157,7 @@ def _of_log(files: list[Path]) -> Run:
         for name, step, value in found:
             series[name][step] = value
         for said in filter(None, map(WARNING.search, lines)):
-            warnings[said[1] or said[2]] = None
+            warnings[said[1]] = None
     return Run(", ".join(begins.values()), dict(series), {}, list(warnings))
 
 
@@ -187,9 +186,10 @@ def _lines(file: Path) -> list[str]:
 def _of_line(line: str) -> Iterator[tuple[str, int, float]]:
     """Name, step and value of what a line says."""
     if said := STEP.search(line):
-        for name, value in FIELD.findall(said[2]):
-            if name.strip() in PRINTED and _is_number(value):
-                yield PRINTED[name.strip()], int(said[1]), float(value)
+        for printed, value in FIELD.findall(said[2]):
+            name = PRINTED.get(printed.strip())
+            if name and _is_number(value):
+                yield name, int(said[1]), float(value) * SCALES.get(name, 1.0)
         return
     if "[mtraining]" not in line:
         return
@@ -200,8 +200,7 @@ def _of_line(line: str) -> Iterator[tuple[str, int, float]]:
                 yield name, int(said[1]), float(value)
     for pattern, name in ((PRICE, "price"), (BACKWARD, "backward_density"), (IDLE, "idle")):
         if said := pattern.search(line):
-            share = 0.01 if name == "idle" else 1.0
-            yield name, int(said[1]), share * float(said[2])
+            yield name, int(said[1]), float(said[2]) * SCALES.get(name, 1.0)
 
 
 def _is_number(text: str) -> bool:
