@@ -33,6 +33,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.models.tokenizer import open_transformers_tokenizer
+from megatron_mtraining.tools.common.sizes import tokens_of
 from megatron_mtraining.transformers import configure, cut_batch, take_means
 from megatron_mtraining.transformers.sequence import SequenceParallel
 
@@ -63,11 +64,6 @@ SHAPES = {
         num_key_value_heads=2, vocab_size=512, num_hidden_layers=2, max_position_embeddings=512,
     ),
 }  # fmt: skip
-
-
-def tokens_of(text: str) -> int:
-    scale = {"K": 1024, "M": 1024**2}.get(text[-1].upper())
-    return int(text) if scale is None else int(text[:-1]) * scale
 
 
 def dense(parallel, module, query, key, value, attention_mask, scaling=None, dropout=0.0, **more):
@@ -194,7 +190,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="a text file, or its tokens in a .pt file")
     parser.add_argument("--shape", choices=SHAPES)
     parser.add_argument("--layers", type=int, help="of the shape, in place of all")
-    parser.add_argument("--lengths", nargs="+", required=True, help="such as 128K")
+    parser.add_argument("--lengths", nargs="+", type=tokens_of, required=True, help="such as 128K")
     parser.add_argument("--steps", nargs="+", type=int, default=[6], help="for each length")
     settings = ["dense", "target_recall=0.95"]
     parser.add_argument("--settings", nargs="+", default=settings)
@@ -204,7 +200,7 @@ def main() -> None:
     dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
     if options.device == "cuda":
         torch.cuda.set_device(dist.get_node_local_rank())
-    lengths = [tokens_of(each) for each in options.lengths]
+    lengths = options.lengths
     steps = options.steps * len(lengths) if len(options.steps) == 1 else options.steps
     source = model_of(options)
     tokens = tokens_from(options, max(lengths) * 2 + 1)

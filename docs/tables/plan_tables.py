@@ -54,9 +54,7 @@ predicted = Table(
 @cache
 def _published() -> tuple[Layout, Layout]:
     """The fastest layouts of the setting that MTraining's paper publishes, sparse and dense."""
-    asked = Asked(
-        shape_of("qwen2.5-3b"), 2**19, 32, GPUS["a100-40g"], Hosts(8, 25), 1, 0.15, 2.0, 0.05
-    )
+    asked = Asked(shape_of("qwen2.5-3b"), 2**19, 32, GPUS["a100-40g"], Hosts(8, 25), 1, 0.15)
     sparse, dense = (
         [each for each in fitting(asked, backend) if each.setting.cp == 32]
         for backend in (OURS, DENSE[0])

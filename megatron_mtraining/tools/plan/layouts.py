@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
-import re
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import NamedTuple
@@ -37,7 +35,6 @@ COMMON = (
     "--bf16 --use-distributed-optimizer --no-gradient-accumulation-fusion "
     "--no-create-attention-mask-in-dataloader --micro-batch-size 1"
 ).split()
-UNITS = {"": 1, "K": 1024, "M": 1024**2}
 
 
 class Asked(NamedTuple):
@@ -55,8 +52,6 @@ class Asked(NamedTuple):
     hosts: Hosts
     batch: int
     density: float
-    overhead_gib: float
-    slack: float
 
 
 class Layout(NamedTuple):
@@ -77,16 +72,6 @@ class Layout(NamedTuple):
         args, setting = self.setting.args, self.setting
         tokens = args.seq_length * args.micro_batch_size * setting.microbatches * setting.dp
         return tokens / self.time.total / setting.world
-
-
-def tokens_of(text: str) -> int:
-    """A number of tokens: 131072, 128K or 1M."""
-    found = re.fullmatch(r"([1-9]\d{0,12})([KM]?)", text.upper())
-    if not found:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no number of tokens such as 131072, 128K or 1M"
-        )
-    return int(found[1]) * UNITS[found[2]]
 
 
 def words_of(model: Model, seq: int) -> list[str]:
@@ -151,7 +136,7 @@ def _layout(
         asked.gpus,
     )  # fmt: skip
     time = step_time(setting, asked.gpu, asked.hosts, asked.density)
-    need = needed(plan(setting), asked.overhead_gib, asked.slack) / GIB
+    need = needed(plan(setting)) / GIB
     chosen = {
         "tensor-model-parallel-size": tp, "pipeline-model-parallel-size": pp, "context-parallel-size": cp,
     }  # fmt: skip
@@ -181,4 +166,4 @@ def fewest_gpus(asked: Asked) -> int | None:
 
 def default_batch(seq: int) -> int:
     """A power of two, so that many layouts divide it."""
-    return 2 ** max(0, (max(STEP_TOKENS // seq, 1) - 1).bit_length())
+    return 2 ** (max(STEP_TOKENS // seq, 1) - 1).bit_length()

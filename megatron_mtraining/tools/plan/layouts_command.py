@@ -7,10 +7,10 @@ import argparse
 import json
 
 from ...config import ConfigError
+from ..common.sizes import tokens_of
 from ..common.streams import Parser
 from ..report.table import table
-from .assumptions import OVERHEAD_GIB, SLACK
-from .layouts import DENSE, Asked, Layout, default_batch, fewest_gpus, fitting, layouts, tokens_of
+from .layouts import DENSE, Asked, Layout, default_batch, fewest_gpus, fitting, layouts
 from .rates import GPUS, gpu_of
 from .shapes import SHAPES, shape_of
 from .step_time import Hosts
@@ -68,7 +68,7 @@ def asked_of(options: argparse.Namespace) -> Asked:
     return Asked(
         shape_of(options.hf), options.seq, options.gpus, gpu_of(options.gpu),
         Hosts(options.gpus // nodes, options.link),
-        options.batch or default_batch(options.seq), options.density, OVERHEAD_GIB, SLACK,
+        options.batch or default_batch(options.seq), options.density,
     )  # fmt: skip
 
 
