@@ -10,6 +10,8 @@ from megatron_mtraining.tools.plan.setting import setting_of
 from megatron_mtraining.tools.plan.shapes import shape_of
 from megatron_mtraining.tools.plan.step_time import Hosts, StepTime, step_time
 
+SAME = "model seq batch world attention gpu price vertical slash_cap backward_threshold".split()
+"""What rows of the same measurement have alike."""
 OF_ROWS = {"NVIDIA H200": "h200", "NVIDIA H100 80GB HBM3": "h100-80g"}
 
 
@@ -36,17 +38,6 @@ def newest(rows: list[dict]) -> list[dict]:
     """Of rows that measured the same, the last: older ones are of older code."""
     found = {}
     for row in filter(is_planned, rows):
-        same = (
-            "model",
-            "seq",
-            "batch",
-            "world",
-            "attention",
-            "gpu",
-            "price",
-            "vertical",
-            "slash_cap",
-        )
         again = "--mtraining-recompute-attention" in row["command"]
-        found[(*(row.get(name) for name in same), row.get("backward_threshold"), again)] = row
+        found[(*map(row.get, SAME), again)] = row
     return list(found.values())

@@ -122,18 +122,28 @@ def loss_of(model, tokens: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def judged(model, held_out: dict[str, Tensor]) -> dict[str, float]:
-    """Mean loss of the held-out windows of each kind of text, with the model's attention as it is set; and
-    ``all``: of all windows."""
+def window_losses(model, held_out: dict[str, Tensor]) -> dict[str, Tensor]:
+    """By kind of text, the loss of each token of the held-out windows, with the model's attention as it is
+    set: float64 ``[n, s]``."""
     was_training = model.training
     model.eval()
     losses = {
-        kind: torch.stack([token_losses(model, each) for each in some])
+        kind: torch.stack([token_losses(model, each) for each in some]).double()
         for kind, some in held_out.items()
     }
     model.train(was_training)
-    found = {kind: round(each.double().mean().item(), 6) for kind, each in losses.items()}
-    return {"all": round(torch.cat(list(losses.values())).double().mean().item(), 6), **found}
+    return losses
+
+
+def means_of(losses: dict[str, Tensor]) -> dict[str, float]:
+    """The mean of each kind of text; and ``all``: of all windows."""
+    found = {kind: round(each.mean().item(), 6) for kind, each in losses.items()}
+    return {"all": round(torch.cat(list(losses.values())).mean().item(), 6), **found}
+
+
+def judged(model, held_out: dict[str, Tensor]) -> dict[str, float]:
+    """Mean loss of the held-out windows, with the model's attention as it is set; see :func:`means_of`."""
+    return means_of(window_losses(model, held_out))
 
 
 def teacher_forced(model, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:

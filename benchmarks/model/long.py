@@ -164,22 +164,17 @@ def pattern_of(setting: str, checkpoint: Path) -> MTrainingConfig | None:
     return None
 
 
-@torch.no_grad()
 def judged(model, given: material.Material, samples) -> dict:
     """Losses of the held-out windows, of the needles' answers and of RULER's, as attention is set now."""
-    losses = {
-        kind: torch.stack([continuing.token_losses(model, window) for window in windows]).double()
-        for kind, windows in given.held_out.items()
-    }
+    losses = continuing.window_losses(model, given.held_out)
     row: dict = dict(
-        loss={kind: round(each.mean().item(), 6) for kind, each in losses.items()},
+        loss=continuing.means_of(losses),
         windows={kind: len(each) for kind, each in losses.items()},
         by_position=[
             round(torch.stack([each.mean() for each in parts]).mean().item(), 6)
             for parts in zip(*(each.chunk(BINS, dim=1) for each in losses.values()))
         ],
     )
-    row["loss"]["all"] = round(torch.cat(list(losses.values())).mean().item(), 6)
     if model.config._attn_implementation == NAME:
         means = take_means(model, training=False)
         density, recall = (each.nanmean().item() for each in (means.density, means.recall))
@@ -249,14 +244,14 @@ def attention_over(run: dict, dense: dict) -> float | None:
     return round(run["breakdown"]["attention"] / dense["breakdown"]["attention"], 4)
 
 
+STAGES = dict(prepare=prepare, train=train, judge=judge, table=table)
+
+
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser = record.parser(__doc__, "long.jsonl")
-    stages = (prepare, train, judge, table)
-    parser.add_argument("stage", choices=[stage.__name__ for stage in stages])
-    material.add_options(parser)
+    parser.add_argument("stage", choices=STAGES)
+    material.add_options(parser, needs_model=False)  # only the first stage reads it
     add = parser.add_argument
-    for action in parser._actions:  # of these stages, only the first reads the model
-        action.required = action.required and action.dest != "model"
     add("--folder", type=Path, required=True)
     add("--megatron", type=Path, metavar="MEGATRON_LM", help="train, judge: a checkout")
     add("--script", type=Path, default=RECIPE, help="train: a recipe (%(default)s)")
@@ -285,7 +280,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 
 def main(words: list[str] | None = None) -> None:
     options = parse(words)
-    jobs.run_stage("long.py", globals()[options.stage], options)
+    jobs.run_stage("long.py", STAGES[options.stage], options)
 
 
 if __name__ == "__main__":

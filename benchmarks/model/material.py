@@ -51,10 +51,10 @@ class Material(NamedTuple):
 _made: dict = {}
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser, needs_model: bool = True) -> None:
     """Options of all scripts that judge a model so."""
     add = parser.add_argument
-    texts.add_options(parser)
+    texts.add_options(parser, needs_model)
     add("--kinds", nargs="+", choices=sets.KINDS, default=["code", "book", "speech"],
         help="kinds of text (%(default)s)")  # fmt: skip
     add("--seq", type=int, default=16384)

@@ -137,10 +137,10 @@ def named_file(word: str) -> tuple[str, Path]:
     return kind, Path(file)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser, needs_model: bool = True) -> None:
     """Options of all scripts that run a model over texts."""
     add = parser.add_argument
-    add("--model", type=Path, required=True, help="a GGUF file or a Hugging Face folder")
+    add("--model", type=Path, required=needs_model, help="a GGUF file or a Hugging Face folder")
     add("--text", type=named_file, nargs="+", default=[], metavar="KIND=FILE")
     add("--no-code", dest="code", action="store_false", help="without Python's standard library")
     add("--tokens", type=int, default=4_000_000, help="that are read of all texts, at most")

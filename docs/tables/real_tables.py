@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 from benchmarks.model import mean_cost
 from benchmarks.model.frontier_rows import decay_of
 from benchmarks.model.mean_cost import cases, share
@@ -37,17 +39,9 @@ def _settings(_: list[Row]) -> list[Row]:
     ]  # fmt: skip
 
 
-def _times(name: str):
-    """Time over cuDNN's dense attention; of rows with a threshold in brackets."""
-
-    def said(row: Row) -> str:
-        return cell("{x:.3f}", x=share(row[name], "dense")) if row[name] else ""
-
-    return said
-
-
-def _part(part: str):
-    return lambda row: cell("{x:.3f}", x=share(row["used"], "dense", (part,)))
+def _time(layers: list[Row]) -> str:
+    """Over cuDNN's dense attention; empty without layers."""
+    return cell("{x:.3f}", x=share(layers, "dense")) if layers else ""
 
 
 def _range(row: Row) -> str:
@@ -61,8 +55,8 @@ real_operands = Table(
         "text, tokens": "{text}, {seq:K}",
         "price": lambda row: f"{row['price']:g}" if row["price"] else "0 (dense forward)",
         "density": lambda row: cell("{x:share}", x=mean(row["used"], "density")),
-        "time / cuDNN dense": lambda row: _times("used")(row) if row["price"] else "",
-        "with threshold 3": _times("pruned"),
+        "time / cuDNN dense": lambda row: _time(row["used"]) if row["price"] else "",
+        "with threshold 3": lambda row: _time(row["pruned"]),
         "backward's density there": lambda row: (
             cell("{x:share}", x=mean(row["pruned"], "backward_density")) if row["pruned"] else ""
         ),
@@ -112,7 +106,7 @@ price_costs = Table("real_operands", _prices, find=_costs)
 def real_share(seq: int, price: float, threshold: float, text: str = "code") -> list[Row]:
     """The layers of a setting."""
     wanted = (text, seq, price, threshold)
-    return [layers for key, layers in real_cases().items() if key[2:] == wanted][-1]
+    return [layers for key, layers in _newest().items() if key[1:] == wanted][-1]
 
 
 def _layer_prices() -> Row:
@@ -120,16 +114,16 @@ def _layer_prices() -> Row:
     return next(row for row in rows("layer_prices") if row.get("by", "all") == "all")
 
 
+def _mean_density(name: str) -> str:
+    return cell("{x:share}", x=statistics.mean(_layer_prices()[name]))
+
+
 LAYER_PRICES = {
     "loss": lambda: cell(
         "{x:over}", x=_layer_prices()["own_loss"]["all"] / _layer_prices()["loss"]["all"] - 1
     ),
-    "density": lambda: cell(
-        "{x:share}", x=mean([dict(x=d) for d in _layer_prices()["density"]], "x")
-    ),
-    "own_density": lambda: cell(
-        "{x:share}", x=mean([dict(x=d) for d in _layer_prices()["own_density"]], "x")
-    ),
+    "density": lambda: _mean_density("density"),
+    "own_density": lambda: _mean_density("own_density"),
     "falls": lambda: str(sum(each < 0 for each in _layer_prices()["worth"])),
 }
 """What was found, by the end of its name."""
