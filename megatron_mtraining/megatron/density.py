@@ -336,10 +336,10 @@ def log_density(
     """Print and record density and recall.
 
     Args:
-        target: recall that prices move to; None without, or if it changes.
         price: of the step that has ended.
         density: of the steps since the last call; None prints nothing.
         share: of a schedule, where the step has begun.
+        target: recall that prices move to; None without, or if it changes.
     """
     from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
     from megatron.training.utils import print_rank_last
