@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import statistics
 
-import tables
-from colours import BLUE, GREEN, ORANGE, PINK, RED, SKY
-from tables import real_tables, step_tables
+from colours import BLUE, GREEN, ORANGE, RED, SKY
+from tables import real_tables
 from tables.common import Row, cell, mean, rows
 from tables.frontier_tables import (
     LABELS,
@@ -55,15 +54,16 @@ def overview_data() -> dict[str, list[dict]]:
         for (_, _, text, seq, price, threshold), layers in real_tables.real_cases().items()
         if (text, seq, threshold) == ("code", 131072, 0) and price
     ]
-    steps = [
-        dict(
-            tokens=cell("{seq:K}", row), density=row["density"], share=1 / step_tables.over_dense(row),
-            gpus=cell("{world} {gpu:gpu}", row), measured=step_tables.kept_seconds(row)[1],
-        )
-        for seq in (131072, 524288)
-        for row in (tables.step(seq), step_tables.step_at_price(seq))
-    ]  # fmt: skip
-    return dict(losses=found, real=real, steps=steps)
+    names = (
+        "tokens",
+        "policy",
+        "density",
+        "dense_loss_over_dense",
+        "step_over_dense",
+        "layer_over_dense",
+    )
+    long = [{name: row[name] for name in names} for row in rows("long") if row["policy"] != "dense"]
+    return dict(losses=found, real=real, long=long)
 
 
 def draw_overview(figure, data: dict[str, list[dict]]) -> None:
@@ -80,20 +80,18 @@ def draw_overview(figure, data: dict[str, list[dict]]) -> None:
                 x, y, error, fmt=style, color=colour, capsize=3, label=label,
                 markersize=5 if policy == "price" else 13,
             )  # fmt: skip
+    for row, marker in zip(data["long"], "Pv"):
+        left.plot(
+            [row["density"]], [100 * row["dense_loss_over_dense"]], marker, color=GREEN, markersize=8,
+            label=cell("Qwen2.5-Coder-0.5B, {tokens:K} tokens, {policy}", row),
+        )  # fmt: skip
     left.plot([1], [0], "s", color="black", label="dense training")
     left.axhline(0.5, color="black", linewidth=0.8, linestyle=":")
     left.set_ylabel("held-out loss over dense training,\nboth evaluated with dense attention")
     left.set_ylim(-0.1, 3.2)
     left.yaxis.set_major_formatter("{x:g}%")
-    left.set_title("Loss after 300 steps; bars: range over seeds", fontsize=9)
+    left.set_title("Loss after 300 steps (128K: 64); bars: range over seeds", fontsize=9)
 
-    timed = {
-        row["density"]: row
-        for row in data["losses"]
-        if row["layer_ms_128k"] and row["policy"] == "price"
-    }
-    xy = sorted((row["density"], float(times(row, "128k"))) for row in timed.values())
-    right.plot(*zip(*xy), "o-", color=SKY, label="attention, 128K, random operands / cuDNN")
     if data["real"]:
         xy = sorted((row["density"], row["share"]) for row in data["real"])
         right.plot(
@@ -102,22 +100,17 @@ def draw_overview(figure, data: dict[str, list[dict]]) -> None:
             color=RED,
             label="attention of the 0.5B model, code, 128K / cuDNN",
         )
-    for length, colour, marker in (("128K", GREEN, "v"), ("512K", PINK, "^")):
-        xy = sorted(
-            (row["density"], row["share"]) for row in data["steps"] if row["tokens"] == length
-        )
-        gpus = " and ".join(
-            sorted({row["gpus"] for row in data["steps"] if row["tokens"] == length})
-        )
-        label = f"step of 3B shape, {length}, {gpus}, random weights"
-        right.plot(*zip(*xy), f"{marker}-", color=colour, label=label)
+    for name, colour, label in (
+        ("layer_over_dense", SKY, "attention"),
+        ("step_over_dense", GREEN, "step"),
+    ):
+        xy = sorted((row["density"], row[name]) for row in data["long"])
+        right.plot(*zip(*xy), "v-", color=colour, label=f"{label} of the 0.5B model's runs at 128K")
     right.plot([1], [1], "s", color="black", label="dense attention")
     right.set_yscale("log")
     right.set_yticks((0.03, 0.1, 0.3, 1), ("0.03", "0.1", "0.3", "1"))
     right.set_ylabel("time / dense time (logarithmic)")
-    estimated = sorted({row["tokens"] for row in data["steps"] if not row["measured"]})
-    how = f" ({', '.join(estimated)}: estimated)" if estimated else ""
-    right.set_title(f"Time; dense steps keep attention's output{how}", fontsize=9)
+    right.set_title("Time; dense attention is cuDNN's", fontsize=9)
     right.set_ylim(0.02, 1.4)
     for axes in (left, right):
         axes.set(

@@ -11,8 +11,12 @@ from megatron_mtraining.tools.plan.shapes import shape_of
 from megatron_mtraining.tools.plan.step_time import Hosts, StepTime, step_time
 
 SAME = "model seq batch world attention gpu price vertical slash_cap backward_threshold".split()
+SAME += ["target_recall", "schedule"]
 """What rows of the same measurement have alike."""
 OF_ROWS = {"NVIDIA H200": "h200", "NVIDIA H100 80GB HBM3": "h100-80g"}
+
+SHAPES = {"Qwen2.5-Coder-0.5B-Instruct": "qwen2.5-0.5b"}
+"""The built-in shape of a model's own name."""
 
 
 def is_planned(row: dict) -> bool:
@@ -24,7 +28,7 @@ def is_planned(row: dict) -> bool:
 
 def planned(row: dict) -> StepTime:
     """The predicted step of such a row, at its density."""
-    model, ours = shape_of(row["model"]), row["attention"] == "mtraining"
+    model, ours = shape_of(SHAPES.get(row["model"], row["model"])), row["attention"] == "mtraining"
     words = [*words_of(model, row["seq"]), "--seq-length", str(row["seq"]), *COMMON, *FULL]
     words += ["--vocab-size", str(model.vocab), "--context-parallel-size", str(row["world"])]
     words += ["--global-batch-size", str(row["batch"]), *(OURS if ours else DENSE[0])]

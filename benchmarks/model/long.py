@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -179,16 +180,20 @@ def judged(model, given: material.Material, samples) -> dict:
         means = take_means(model, training=False)
         density, recall = (each.nanmean().item() for each in (means.density, means.recall))
         row |= dict(density=round(density, 5), recall=round(recall, 5))
-    row |= continuing.answered(model, given)
+    row |= dict(continuing.answered(model, given), needles=len(given.answers))
     row["ruler"] = {
-        task: {name: round(sum(each) / len(each), 4) for name, each in answers.items()}
+        task: {
+            "samples": len(samples[task]),
+            **{name: round(sum(each) / len(each), 4) for name, each in answers.items()},
+        }
         for task, answers in continuing.answered_ruler(model, samples).items()
     }
     return row
 
 
 def table(options) -> None:
-    """Rows of the settings that were trained and judged, over the dense run."""
+    """Rows of the settings that were trained and judged, over the dense run; GPU, versions, commit and
+    command are the training's."""
     folder = options.folder
     runs = {path.stem[9:]: jobs.read(path)[-1] for path in folder.glob("pretrain-*.jsonl")}
     verdicts: dict[str, dict[str, dict]] = {}
@@ -197,6 +202,7 @@ def table(options) -> None:
     if "dense" not in runs or "dense" not in verdicts:
         raise ConfigError(f"{folder} has no dense run that was judged: train and judge it first")
     dense, to = runs["dense"], verdicts["dense"]["dense"]
+    made = []
     for name in sorted(runs.keys() & verdicts.keys()):
         run, found = runs[name], verdicts[name]
         own = found.get("own", found["dense"])
@@ -210,20 +216,23 @@ def table(options) -> None:
                 round(a / b - 1, 6) for a, b in zip(found["dense"]["by_position"], to["by_position"])
             ],
             loss=found["dense"]["loss"], windows=to["windows"], own_density=own.get("density"),
-            needle=[found["dense"]["needle"], own["needle"]],
+            needles=to["needles"], needle=[found["dense"]["needle"], own["needle"]],
+            ruler_samples=sum(each["samples"] for each in to["ruler"].values()),
             ruler=[score(found["dense"]), score(own)],
             before={
                 key: verdicts["start"]["dense"][key] for key in ("loss", "needle", "ruler")
             } if "start" in verdicts else None,
-            step_ms=run["iter_ms"], step_over_dense=round(run["iter_ms"] / dense["iter_ms"], 4),
+            step_ms=round(step_ms(run), 1), step_over_dense=round(step_ms(run) / step_ms(dense), 4),
             layer_over_dense=attention_over(run, dense),
-            tokens_per_s_gpu=round(run["tokens_per_s"] / run["world"]),
+            tokens_per_s_gpu=round(1000 * run["seq"] * run["batch"] / step_ms(run) / run["world"]),
             max_alloc_gb=run["max_alloc_gb"], losses=run["losses"], versions=run["versions"],
-            trained={key: run[key] for key in ("gpu", "torch", "triton", "commit", "command")},
+            judged=found["dense"]["command"],
+            **{key: run[key] for key in ("gpu", "torch", "triton", "commit", "command")},
         )  # fmt: skip
-        record.append(options.output, [row])
+        made.append(row)
         print(record.line(row, "policy", "density", "own_loss_over_dense", "dense_loss_over_dense",
                           "needle", "ruler", "step_over_dense", "layer_over_dense"))  # fmt: skip
+    record.copy(options.output, made)
 
 
 def over(found: dict, dense: dict) -> dict[str, float]:
@@ -237,11 +246,24 @@ def score(found: dict) -> float | None:
     return round(sum(right) / len(right), 4) if right else None
 
 
+def step_ms(run: dict) -> float:
+    """The mean step of a run, without those that compile or are traced: prices move over a run, and a median
+    would leave out its ends."""
+    last = -(run["profiled_steps"] + 1) if "breakdown" in run else None
+    return statistics.mean(run["step_ms"][run["warm_up"] : last] or run["step_ms"])
+
+
 def attention_over(run: dict, dense: dict) -> float | None:
-    """Time of attention in the last steps over that of the dense run; None if they were not traced."""
+    """Time of attention over that of the dense run: of mean steps, less what the traced steps spent on all
+    else; None if none was traced."""
     if "breakdown" not in run or "breakdown" not in dense:
         return None
-    return round(run["breakdown"]["attention"] / dense["breakdown"]["attention"], 4)
+
+    def attention(each: dict) -> float:
+        parts = each["breakdown"]
+        return step_ms(each) - sum(parts.values()) + parts["attention"]
+
+    return round(attention(run) / attention(dense), 4)
 
 
 STAGES = dict(prepare=prepare, train=train, judge=judge, table=table)

@@ -175,10 +175,14 @@ def attention_of(row: Row) -> str:
         said = f"{row['vertical']} columns, {row['slash']} diagonals"
     elif row["price"] == 0:
         said = "dense, this package"
+    elif row.get("target_recall"):
+        said = f"target recall {row['target_recall']}"
+    elif row.get("schedule"):
+        said = f"schedule {row['schedule']}"
     elif row.get("weights", "random") == "random" and row["slash_cap"] is not None:
         said += f", at most 1000 columns and {row['slash_cap']} slashes"
     if row.get("weights", "random") != "random":
-        said += f", weights {row['weights']}"
+        said += ", trained weights"
     if row.get("backward_threshold"):
         said += f", backward threshold {row['backward_threshold']:g}"
     return said + ("; run twice" if recompute_of(row) == TWICE else "")
@@ -236,7 +240,7 @@ breakdown = Table(
         "commit": "{commit}",
     },
     where=lambda row: row.get("breakdown"),
-    newest=("model", "world", "seq", "attention", "vertical"),
+    newest=("model", "world", "seq", "attention", "vertical", "target_recall", "schedule"),
     order=lambda row: (row["model"], -row["seq"], row["density"]),
 )
 

@@ -6,7 +6,7 @@
 A marker names what stands behind it, up to ``<!-- end -->``:
 
 - ``<!-- plan: gib=79 RECALL=0.95 NODES=2 GPUS=8 -->``: the plan of this folder's recipe with them;
-- ``<!-- losses: file=continued.jsonl seq=16384 -->``: the first losses of the one row with these values;
+- ``<!-- losses: file=long.jsonl tokens=131072 -->``: the first losses of the rows with these values;
 - ``<!-- memory -->``: the table of :data:`SIZES`.
 """
 
@@ -30,7 +30,7 @@ MARKED = re.compile(
 STEPS = 10
 """Losses that a page shows at most."""
 SIZES = (
-    ("qwen2.5-0.5b-128k", 1, 1, {}, "27.0 on one H200"),
+    ("qwen2.5-0.5b-128k", 1, 1, {}, "29.0 on one H200"),
     ("qwen2.5-7b-256k", 2, 8, {}, "not measured"),
     ("qwen2.5-7b-256k", 2, 8, {"TP": 4}, "not measured"),
     ("qwen2.5-7b-256k", 2, 8, {"TP": 1}, "not measured"),
@@ -100,36 +100,38 @@ def memory(page: Path, words: list[str]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def row_of(words: list[str]) -> tuple[str, dict]:
-    """The file and the row that ``words`` name."""
+def rows_of(words: list[str]) -> tuple[str, list[dict]]:
+    """The file and the rows that ``words`` name."""
     (file,) = [word.removeprefix("file=") for word in words if word.startswith("file=")]
     rows = [json.loads(line) for line in (ROWS / file).read_text().splitlines()]
     for name, value in (word.split("=") for word in words if not word.startswith("file=")):
         rows = [row for row in rows if str(row.get(name)) == value]
-    assert len(rows) == 1, f"{words} name {len(rows)} rows"
-    return file, rows[0]
+    assert rows, f"{words} name no row"
+    assert len(rows) == 1 or all("policy" in row for row in rows), f"{words} name {len(rows)} rows"
+    return file, rows
 
 
 def losses(page: Path, words: list[str]) -> str:
-    """The first losses of a row, dense beside sparse if it has both."""
-    file, row = row_of(words)
-    count = min(STEPS, len(row["losses"]))
+    """The first losses of a row, or of the policies that several have."""
+    file, rows = rows_of(words)
+    count = min(STEPS, *(len(row["losses"]) for row in rows))
     lines = [
         "| step | " + " | ".join(map(str, range(1, count + 1))) + " |",
         "|---" * (count + 1) + "|",
     ]
-    names = {"losses": "loss", "losses_dense": "loss of the dense run"}
-    for name, title in names.items():
-        if name in row:
-            lines.append(f"| {title} | " + " | ".join(f"{x:.4f}" for x in row[name][:count]) + " |")
-    said = [f"density {row['density']}", f"recall {row['recall']}"]
-    if "iter_ms" in row:
-        said += [f"{row['iter_ms'] / 1000:.2f} s a step", f"peak {row['max_alloc_gb']:.1f} GiB"]
-    number = row.get("world", 1)
-    lines += [
-        "",
-        f"Row: `{file}`, commit {row['commit']}, {number} x {row['gpu']}; {', '.join(said)}.",
-    ]
+    said = []
+    for row in rows:
+        name = row.get("policy", "loss")
+        lines.append(f"| {name} | " + " | ".join(f"{x:.4f}" for x in row["losses"][:count]) + " |")
+        ms, recall = row.get("iter_ms") or row["step_ms"], f"recall {row['recall']}, "
+        said.append(
+            ("" if name == "loss" else f"{name}: ")
+            + f"density {row['density']}, {recall if row['recall'] else ''}"
+            f"{ms / 1000:.2f} s a step, peak {row['max_alloc_gb']:.1f} GiB"
+        )
+    first = rows[0]
+    where = f"commit {first['commit']}, {first.get('world') or first['gpus']} x {first['gpu']}"
+    lines += ["", f"{'Row' if len(rows) == 1 else 'Rows'}: `{file}`, {where}; {'; '.join(said)}."]
     return "\n".join(lines) + "\n"
 
 

@@ -428,19 +428,9 @@ def test_pages_quote_plans_and_rows_as_they_are_now(page):
 
 
 QUOTED = [
-    (SMALL, "model=qwen2.5-0.5b attention=fused", 1, "took {:.1f} s a sequence"),
-    (
-        SMALL,
-        "model=qwen2.5-0.5b seq=131072 attention=mtraining",
-        4,
-        "four times the row is {:.1f} s",
-    ),
-    (
-        SMALL,
-        "model=qwen2.5-0.5b seq=131072 attention=mtraining",
-        4000 / 3600,
-        "1000 steps {:.1f} hours",
-    ),
+    (SMALL, "policy=target@0.95", 4, "four times target recall's is {:.1f} s"),
+    (SMALL, "policy=target@0.95", 4000 / 3600, "1000 steps {:.1f} hours"),
+    (SMALL, "policy=dense", 4000 / 3600, "dense: {:.1f} hours"),
     (BIG, "seq=524288 attention=fused commit=4072a84", 1, "took {:.1f} s a step"),
     (
         BIG,
@@ -455,9 +445,10 @@ QUOTED = [
 
 @pytest.mark.parametrize(("recipe", "words", "times", "said"), QUOTED)
 def test_seconds_in_the_text_are_those_of_rows(recipe, words, times, said):
-    row = pages.row_of(["file=pretrain.jsonl", *words.split()])[1]
+    file = "long.jsonl tokens=131072" if "policy" in words else "pretrain.jsonl"
+    (row,) = pages.rows_of([*f"file={file}".split(), *words.split()])[1]
     text = " ".join((EXAMPLES / recipe / "README.md").read_text().split())
-    ms = row["iter_ms"]
-    if row["warm_up"] == 1 and "step_ms" not in row:  # it counts a mean with the first step
+    ms = row.get("iter_ms") or row["step_ms"]
+    if row.get("warm_up") == 1 and "step_ms" not in row:  # it counts a mean with the first step
         ms = sum(row["breakdown"].values())
     assert said.format(ms / 1000 * times) in text

@@ -1,0 +1,111 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""A trained model trained on at length: loss and time of the same runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .common import Row, Table, cell, rows
+
+WAYS = {"dense": "dense", "target": "--mtraining-target-recall", "schedule": "--mtraining-schedule"}
+
+
+def options(row: Row) -> str:
+    """How a run was started."""
+    policy, _, at = row["policy"].partition("@")
+    points, _, threshold = at.partition("/")
+    if policy == "dense":
+        return "dense (Transformer Engine)"
+    pruned = f" --mtraining-backward-threshold {threshold}" if threshold else ""
+    return f"`{WAYS[policy]} {points}{pruned}`"
+
+
+def texts(over: dict[str, float]) -> str:
+    return ", ".join(cell("{x:over}", x=over[text]) for text in ("code", "book", "speech"))
+
+
+def of_sparse(text: str | Callable[[Row], str]) -> Callable[[Row], str]:
+    """A cell of sparse runs alone."""
+    return lambda row: (
+        "" if row["policy"] == "dense" else text(row) if callable(text) else cell(text, row)
+    )
+
+
+def times(share: float | None) -> str:
+    return "" if share is None else f"{1 / share:.1f}x"
+
+
+def right(row: Row, name: str, samples: str) -> str:
+    """Right answers with dense attention and, of sparse runs, with the pattern."""
+    dense, own = (round(each * row[samples]) for each in row[name])
+    own_too = "" if row["policy"] == "dense" else f", {own}"
+    return f"{dense}{own_too} of {row[samples]}"
+
+
+ORDER = {name: at for at, name in enumerate(WAYS)}
+KEY = ("model", "tokens", "steps", "gpus", "policy")
+SHORT = {
+    "trained with": options,
+    "density": "{density:share}",
+    "loss over dense training, both evaluated dense": of_sparse("{dense_loss_over_dense:over}"),
+    "code, book, speeches": of_sparse(lambda row: texts(row["dense_over_dense_by_text"])),
+    "step": lambda row: f"{row['step_ms'] / 1000:.2f} s",
+    "over the dense step": of_sparse(lambda row: times(row["step_over_dense"])),
+    "attention over dense": of_sparse(lambda row: times(row["layer_over_dense"])),
+}
+LONG = {
+    "model, tokens, steps": "{model}, {tokens:K}, {steps}; {gpus} {gpu:gpu}",
+    **SHORT,
+    "recall": "{recall:.3f}",
+    "loss with its own attention; code, book, speeches": of_sparse(
+        lambda row: cell("{own_loss_over_dense:over}; ", row) + texts(row["own_over_dense_by_text"])
+    ),
+    "needles found: dense, own attention": lambda row: right(row, "needle", "needles"),
+    "RULER: dense, own attention": lambda row: right(row, "ruler", "ruler_samples"),
+    "tokens/s/GPU": "{tokens_per_s_gpu:,}",
+    "peak GiB": "{max_alloc_gb:.1f}",
+}
+
+
+def order(row: Row) -> tuple:
+    return row["tokens"], row["model"], ORDER[row["policy"].partition("@")[0]], row["density"]
+
+
+def at_length(columns: dict) -> Table:
+    return Table("long", columns, newest=KEY, order=order)
+
+
+short, whole = at_length(SHORT), at_length(LONG)
+
+
+def one(policy: str, tokens: int = 131072) -> Row:
+    """The last row of a policy at a length."""
+    return [row for row in rows("long") if (row["policy"], row["tokens"]) == (policy, tokens)][-1]
+
+
+def _figures(name: str, policy: str) -> dict[str, Callable[[], str]]:
+    return {
+        f"long_{name}_density": lambda: cell("{density:share}", one(policy)),
+        f"long_{name}_dense": lambda: cell("{dense_loss_over_dense:over}", one(policy)),
+        f"long_{name}_own": lambda: cell("{own_loss_over_dense:over}", one(policy)),
+        f"long_{name}_own_code": lambda: cell(
+            "{x:over}", x=one(policy)["own_over_dense_by_text"]["code"]
+        ),
+        f"long_{name}_code": lambda: cell(
+            "{x:over}", x=one(policy)["dense_over_dense_by_text"]["code"]
+        ),
+        f"long_{name}_step": lambda: times(one(policy)["step_over_dense"]),
+        f"long_{name}_attention": lambda: times(one(policy)["layer_over_dense"]),
+        f"long_{name}_needle": lambda: right(one(policy), "needle", "needles"),
+        f"long_{name}_ruler": lambda: right(one(policy), "ruler", "ruler_samples"),
+    }
+
+
+FIGURES = {
+    **_figures("target", "target@0.95"),
+    **_figures("anneal", "schedule@anneal"),
+    "long_steps": lambda: str(one("dense")["steps"]),
+    "long_gpus": lambda: cell("{gpus} {gpu:gpu}", one("dense")),
+    "long_before": lambda: f"{one('dense')['before']['loss']['all']:.3f}",
+    "long_after": lambda: f"{one('dense')['loss']['all']:.3f}",
+}
