@@ -3,16 +3,17 @@
 
 A checkpointed layer is run again in the backward. Its attention needs its operands again, but not its
 forward: the first run keeps out, log-sum-exp and pattern, which the second takes (as DistFlashAttention,
-arXiv 2310.03294, has it), until the layer's backward is done.
+arXiv 2310.03294, has it), until the layer's backward is done. They are saved with the graph, so what offloads
+activations (hooks on saved tensors: ``save_on_cpu``, TRL's ``activation_offloading``) has them, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ..attention import AttentionResult, attend
@@ -23,9 +24,27 @@ FUNCTION = "_gradient_checkpointing_func"
 
 
 class _Kept(NamedTuple):
+    """What an attention of a layer's first run has found."""
+
     layer: int
     shape: str
     result: AttentionResult
+    """Its tensors are empty while the graph has them."""
+    has_tensors: bool = True
+
+    @property
+    def tensors(self) -> list[Tensor | None]:
+        return [self.result.out, self.result.lse, self.result.packed]
+
+    def with_tensors(self, out: Tensor, lse: Tensor, packed: Tensor | None) -> _Kept:
+        return self._replace(
+            result=self.result._replace(out=out, lse=lse, packed=packed), has_tensors=True
+        )
+
+    def without_tensors(self) -> _Kept:
+        empty = self.result.out.new_empty(0)
+        result = self.result._replace(out=empty, lse=empty, packed=None)
+        return self._replace(result=result, has_tensors=False)
 
 
 class _Run(NamedTuple):
@@ -60,8 +79,8 @@ def attend_once(
     shape = f"{list(query.shape)} {query.dtype}"
     if run.taken is None:
         result = attend(query, key, value, **options)
-        kept = result._replace(out=result.out.detach(), lse=result.lse.detach())
-        run.kept.append(_Kept(layer, shape, kept))
+        own = result._replace(out=result.out.detach(), lse=result.lse.detach())
+        run.kept.append(_Kept(layer, shape, own))
         return result
     kept = next(run.taken, None)
     if kept is None or kept[:2] != (layer, shape):
@@ -71,6 +90,8 @@ def attend_once(
             f"first run had {first}. Give MTrainingConfig.from_options(recompute_attention=True), which has "
             f"attention run twice ({option('recompute_attention')})"
         )
+    if not kept.has_tensors:  # the backward has not come through the layer's output
+        return attend(query, key, value, pattern=kept.result.index, **options)
     return attend(query, key, value, saved=kept.result, **options)
 
 
@@ -90,7 +111,8 @@ class _Checkpoint:
         self.function = function
 
     def __call__(self, layer, *args, **kwargs):
-        return self.function(_Layer(layer), *args, **kwargs)
+        own = _Layer(layer)
+        return own.saved_behind(self.function(own, *args, **kwargs))
 
 
 class _Layer:
@@ -98,21 +120,52 @@ class _Layer:
 
     def __init__(self, function):
         self.function = function
-        self.kept: list[_Kept] | None = None
+        self.kept: list[_Kept] = []
+        self.has_run = False
+        self.is_saved = (
+            False  # whether the graph has the tensors of `kept`, and its backward gives them
+        )
 
     def __call__(self, *args, **kwargs):
-        with self._under_way():
-            return self.function(*args, **kwargs)
-
-    @contextmanager
-    def _under_way(self):
-        if self.kept is None:
-            self.kept = []
-            run = _Run(self.kept, None)
-        else:
-            run = _Run(self.kept, iter(self.kept))
-        token = _run.set(run)
+        again, self.has_run = self.has_run, True
+        token = _run.set(_Run(self.kept, iter(self.kept) if again else None))
         try:
-            yield
+            return self.function(*args, **kwargs)
         finally:
             _run.reset(token)
+            if again and self.is_saved:
+                self.kept[:] = [each.without_tensors() for each in self.kept]
+
+    def saved_behind(self, output: Any) -> Any:
+        """The output of the first run, with what its attention has found saved behind it."""
+        hidden = output[0] if isinstance(output, tuple) else output
+        if not self.kept or not hidden.requires_grad:
+            return output
+        found = [tensor for kept in self.kept for tensor in kept.tensors]
+        self.kept[:] = [each.without_tensors() for each in self.kept]
+        self.is_saved = True
+        hidden = _Found.apply(hidden, self, *found)
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+    def take(self, found: Sequence[Any]) -> None:
+        """Have the tensors of ``kept`` again, for a second run."""
+        self.kept[:] = [
+            each.with_tensors(*found[3 * number : 3 * number + 3])
+            for number, each in enumerate(self.kept)
+        ]
+
+
+class _Found(torch.autograd.Function):
+    """The output of a layer. Its backward, which is before the layer's second run, gives the layer what the
+    first has found."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, layer: _Layer, *found: Tensor | None) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(*found)
+        return hidden.clone()  # a view could not be changed in place by what follows
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        ctx.layer.take(ctx.saved_tensors)
+        return *gradients, None, *[None] * len(ctx.saved_tensors)

@@ -291,6 +291,46 @@ def test_checkpointed_layers_attend_once(kind, reentrant, tokens, monkeypatch):
     )
 
 
+@pytest.mark.parametrize("reentrant", (True, False), ids=("reentrant", "not reentrant"))
+def test_what_offloads_activations_has_what_attention_found(reentrant, tokens, monkeypatch):
+    ours = with_pattern(small_model("llama"), replace(SPARSE, backward_threshold=3.0))
+    ours.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
+    plain = loss_and_gradients(ours, input_ids=tokens, labels=tokens)[1]
+    calls, back, original = [], [], checkpointing.attend
+
+    def spy(*args, saved=None, **kwargs):
+        calls.append(saved)
+        return original(*args, saved=saved, **kwargs)
+
+    def unpack(packed):
+        back.append(packed.clone())
+        return back[-1]
+
+    monkeypatch.setattr(checkpointing, "attend", spy)
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, unpack):
+        again = loss_and_gradients(ours, input_ids=tokens, labels=tokens)[1]
+    for name, grad in plain.items():
+        assert again[name].equal(grad), name
+    second = [each for saved in calls if saved for each in (saved.out, saved.lse, saved.packed)]
+    assert len(second) == 3 * LAYERS == 3 * len(calls) / 2
+    assert {id(each) for each in second} <= {id(each) for each in back}
+
+
+def test_a_gradient_that_does_not_come_through_a_layers_output(tokens):
+    """Such as a router's loss alone: attention runs again, by the pattern of the first run."""
+    found = []
+    for is_checkpointed in (False, True):
+        ours, seen = with_pattern(small_model("llama"), SPARSE), []
+        if is_checkpointed:
+            ours.gradient_checkpointing_enable(dict(use_reentrant=False))
+        attention = ours.model.layers[1].self_attn
+        attention.register_forward_hook(lambda *args, seen=seen: seen.append(args[-1][0]))
+        ours(tokens, use_cache=False)
+        seen[0].square().sum().backward()
+        found.append(attention.q_proj.weight.grad)
+    assert found[0].any() and found[1].equal(found[0])
+
+
 def test_a_target_recall_moves_the_prices(tokens):
     ours = with_pattern(
         small_model(), MTrainingConfig.from_options(target_recall=0.5, block_size=64)
