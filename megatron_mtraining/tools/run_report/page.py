@@ -41,7 +41,8 @@ def page(run: Run, title: str) -> str:
             for theme, of in zip(charts.THEMES, (light, dark))
         )
         parts.append(f"<section><h2>{escape(name)}</h2>{pictures}</section>")
-    warnings = "".join(f"<li>{escape(each)}</li>" for each in run.warnings)
+    said = [*_not_finite(run), *run.warnings]
+    warnings = "".join(f"<li>{escape(each)}</li>" for each in said)
     return "\n".join(
         [
             '<!doctype html><html lang="en"><head><meta charset="utf-8">',
@@ -58,8 +59,34 @@ def page(run: Run, title: str) -> str:
 
 
 def _steps(run: Run) -> str:
-    steps = sorted({step for values in run.series.values() for step in values})
+    steps = sorted(
+        {step for values in (*run.series.values(), *run.not_finite.values()) for step in values}
+    )
     return f"steps {steps[0]} to {steps[-1]}"
+
+
+def _not_finite(run: Run) -> list[str]:
+    """Which values the charts and the table leave out."""
+    names = {key: name for name, key, _ in NUMBERS}
+    return [
+        f"{names.get(key, key.replace('_', ' '))} is NaN or infinite in {_ranges(steps)}: left out below"
+        for key, steps in run.not_finite.items()
+    ]
+
+
+def _ranges(steps: list[int]) -> str:
+    """Steps in words: runs of consecutive steps by their ends, the first few of them."""
+    ends: list[list[int]] = []
+    for step in steps:
+        if ends and step == ends[-1][1] + 1:
+            ends[-1][1] = step
+        else:
+            ends.append([step, step])
+    named = [str(first) if first == last else f"{first} to {last}" for first, last in ends[:LAST]]
+    more = sum(last - first + 1 for first, last in ends[LAST:])
+    return f"step{'s' * (len(steps) > 1)} {', '.join(named)}" + (
+        f" and {more} more" if more else ""
+    )
 
 
 def _table(run: Run) -> str:

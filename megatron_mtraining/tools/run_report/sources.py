@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,7 +40,7 @@ TAGS = {
 }  # fmt: skip
 """Names in TensorBoard and of transformers, there without ``train/``."""
 STEP = re.compile(r"iteration +(\d+)/ *\d+ \|(.*)\|")
-FIELD = re.compile(r" *([^|:]+): +([-+\d.eEnaif]+) *(?:\||$)")
+FIELD = re.compile(r" *([^|:]+): +([-+\d.eE]+|[-+]?(?:nan|inf)) *(?:\||$)", re.IGNORECASE)
 OURS = re.compile(
     r"\[mtraining\] iteration (\d+) \| density ([\d.]+) \(lowest head ([\d.]+), highest ([\d.]+)\)"
     r"(?: \| recall ([\d.naif]+) \(lowest head ([\d.naif]+)\))?"
@@ -56,15 +56,40 @@ class Run(NamedTuple):
     """
     Attributes:
         source: what was read.
-        series: by name: ``loss``, ``density``, ``recall``, ``price``, ``step_s`` and others as above.
+        series: finite values by name: ``loss``, ``density``, ``recall``, ``price``, ``step_s`` and others as
+            above.
         layers: ``density`` and ``recall``, by the number of a layer.
         warnings: of this package, each once.
+        not_finite: the steps whose value is NaN or infinite, ascending, by the name of the series.
     """
 
     source: str
     series: dict[str, Series]
     layers: dict[str, dict[int, Series]]
     warnings: list[str]
+    not_finite: dict[str, list[int]]
+
+    @classmethod
+    def of(
+        cls,
+        source: str,
+        logged: dict[str, Series],
+        layers: dict[str, dict[int, Series]] | None = None,
+        warnings: Iterable[str] = (),
+    ) -> Run:
+        """The run, from all values that were logged."""
+        finite = {
+            name: {step: value for step, value in values.items() if math.isfinite(value)}
+            for name, values in logged.items()
+        }
+        not_finite = {name: sorted({*values} - {*finite[name]}) for name, values in logged.items()}
+        return cls(
+            source,
+            {name: values for name, values in finite.items() if values},
+            layers or {},
+            list(warnings),
+            {name: steps for name, steps in not_finite.items() if steps},
+        )
 
 
 def read(path: Path) -> Run:
@@ -78,7 +103,7 @@ def read(path: Path) -> Run:
     for find, take in ((_states, _of_trainer), (_events, _of_tensorboard), (_logs, _of_log)):
         if found := find(path):
             run = take(found)
-            if run.series:
+            if run.series or run.not_finite:
                 return run
     raise ConfigError(f"{path} has no metrics of a run: give {WANTED}")
 
@@ -100,7 +125,7 @@ def _of_trainer(file: Path) -> Run:
         for name, value in entry.items():
             if name in TAGS and isinstance(value, (int, float)):
                 series[TAGS[name]][int(entry["step"])] = float(value)
-    return Run(str(file), dict(series), {}, [])
+    return Run.of(str(file), series)
 
 
 # TensorBoard
@@ -133,7 +158,7 @@ def _of_tensorboard(folders: list[Path]) -> Run:
                 layers[of_layer[1]].setdefault(int(of_layer[2]), {}).update(values)
             elif name:
                 series[name].update(values)
-    return Run(", ".join(map(str, folders)), dict(series), dict(layers), [])
+    return Run.of(", ".join(map(str, folders)), series, dict(layers))
 
 
 # Megatron's log
@@ -158,7 +183,7 @@ def _of_log(files: list[Path]) -> Run:
             series[name][step] = value
         for said in filter(None, map(WARNING.search, lines)):
             warnings[said[1]] = None
-    return Run(", ".join(begins.values()), dict(series), {}, list(warnings))
+    return Run.of(", ".join(begins.values()), series, warnings=warnings)
 
 
 def _check_goes_on(begins: dict[int, str], name: str, steps: list[int]) -> None:
@@ -186,8 +211,10 @@ def _lines(file: Path) -> list[str]:
 def _of_line(line: str) -> Iterator[tuple[str, int, float]]:
     """Name, step and value of what a line says."""
     if said := STEP.search(line):
-        for printed, value in FIELD.findall(said[2]):
-            name = PRINTED.get(printed.strip())
+        values = {printed.strip(): value for printed, value in FIELD.findall(said[2])}
+        # Megatron leaves out a loss that is NaN.
+        for printed, value in {"lm loss": "nan", **values}.items():
+            name = PRINTED.get(printed)
             if name and _is_number(value):
                 yield name, int(said[1]), float(value) * SCALES.get(name, 1.0)
         return
@@ -205,6 +232,7 @@ def _of_line(line: str) -> Iterator[tuple[str, int, float]]:
 
 def _is_number(text: str) -> bool:
     try:
-        return math.isfinite(float(text))
+        float(text)
     except ValueError:
         return False
+    return True

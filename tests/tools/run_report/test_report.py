@@ -72,6 +72,31 @@ def test_the_page_loads_nothing_and_has_both_themes(tmp_path, capsys):
     assert main([*words, "--overwrite"]) == 0
 
 
+def test_losses_that_are_not_finite_are_told(tmp_path):
+    """Megatron prints no loss where it is NaN, and INF where it is infinite."""
+    lines = [STEP.format(step=step, ms=100, loss=3.0) for step in range(1, 9)]
+    for step in (3, 4, 5):
+        lines[step - 1] = lines[step - 1].replace(" lm loss: 3.000000E+00 |", "")
+    lines[6] = lines[6].replace("3.000000E+00", "INF").replace("grad norm: 1.250", "grad norm: nan")
+    (tmp_path / "run.log").write_text("".join(lines))
+    found = read(tmp_path)
+    assert sorted(found.series["loss"]) == [1, 2, 6, 8]
+    assert found.not_finite == {"loss": [3, 4, 5, 7], "grad_norm": [7]}
+    output = tmp_path / "report.html"
+    assert main(["report", str(tmp_path), "--output", str(output)]) == 0
+    text = output.read_text(encoding="utf-8")
+    assert "<li>training loss is NaN or infinite in steps 3 to 5, 7: left out below</li>" in text
+    assert "grad norm is NaN or infinite in step 7" in text
+
+
+def test_a_run_whose_every_loss_is_nan_has_a_page(tmp_path):
+    state = tmp_path / "trainer_state.json"
+    state.write_text(json.dumps(dict(log_history=[dict(loss=float("nan"), step=5)])))
+    output = tmp_path / "report.html"
+    assert main(["report", str(state), "--output", str(output)]) == 0
+    assert "training loss is NaN or infinite in step 5" in output.read_text(encoding="utf-8")
+
+
 def test_tensorboard_has_layers(tmp_path):
     tensorboard = pytest.importorskip("torch.utils.tensorboard")
     with tensorboard.SummaryWriter(str(tmp_path / "tb")) as writer:
