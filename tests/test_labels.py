@@ -9,6 +9,14 @@ import torch
 
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.attention import attend
+from megatron_mtraining.labels import (
+    BACKWARD,
+    FORWARD,
+    LOSS_BACKWARD,
+    LOSS_FORWARD,
+    SEARCH,
+    TIMES,
+)
 from megatron_mtraining.loss import linear_cross_entropy
 
 
@@ -50,3 +58,16 @@ def test_parts_are_named_under_a_profiler(monkeypatch):
     monkeypatch.setattr(torch.cuda.nvtx, "range", nvtx)
     step()
     assert sorted(ranges) == sorted(found)
+
+
+def test_times_of_the_parts_while_they_are_wanted():
+    step()
+    assert TIMES.take() == {}
+    TIMES.on = True
+    step()
+    found = TIMES.take()
+    assert sorted(found) == sorted(
+        (SEARCH, FORWARD, BACKWARD, LOSS_FORWARD, LOSS_BACKWARD)
+    ) and all(time > 0 for time in found.values())
+    step()
+    assert TIMES.take() == {} and not TIMES.on

@@ -24,7 +24,7 @@ FLOORS = [
     ["pattern"],
     ["ring"],
     ["attention_call"],
-    ["attention", "loss"],
+    ["attention", "loss", "advice"],
     ["balance"],
     ["patches"],
     ["megatron"],

@@ -13,6 +13,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from ..advice import Caps
 from ..attention import attend
 from ..config import ConfigError, Policy, head_policies
 from ..cp_group import CPGroup, cp_group_of
@@ -31,6 +32,7 @@ from .layer_kinds import add_softmax_offset, sharded_softmax_offset, window_laye
 from .layer_pattern import attention_layers
 from .packed_documents import documents_for_layer
 from .run_state import RUN
+from .step_times import time_step
 
 
 class MTrainingAttention(MegatronModule):
@@ -137,6 +139,8 @@ class MTrainingAttention(MegatronModule):
         self.steering.leave_out((*window_layers(config), *own))
         add_softmax_offset(self, self._own_heads())
         self.density = DensityMeter(layer_number - 1, self.first_head)
+        policies = self.head_policies or (self.mtraining.policy,) * self._own_heads()
+        self.caps = Caps.of(policies, self.mtraining)
         self.saves = recompute.what_to_save(self)
         self.observer = None
         if self.window is None:
@@ -181,6 +185,8 @@ class MTrainingAttention(MegatronModule):
             ranks = cp_group_of(self.cp_group, self.cp_inner).world
             check_mask(attention_mask, query, documents, ranks, place)
         replay = recompute.saved_call(self, query)
+        if self.training:
+            time_step(cp_group_of(self.cp_group, self.cp_inner))
         given = replay or recompute.Replay()
         call = given.call
         if replay is None and self.observer is not None and self.training:
@@ -303,6 +309,8 @@ class MTrainingAttention(MegatronModule):
     def _count(self, index, call: Call | None) -> None:
         density, recall, exposed = index.density(), index.recall, index.exposed
         self.density.add(density, recall, exposed)
+        if self.caps is not None and recall is not None and RUN.step_is_logged():
+            self.density.add_capped(self.caps.reached(index))
         lost = None if recall is None else 1 - recall
         if call is not None:
             lost = call.observe(density, recall)

@@ -14,16 +14,31 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..advice import warnings_of
 from ..cp_group import RankGroup
 from .backend import is_active, training_arguments
 from .layer_pattern import attention_layers, layers_with_attention
 from .run_state import RUN, has_schedule
+from .step_times import StepTimes, take_times
 from .wrapping import log
 
-NEARLY_DENSE = 0.95
-"""Mean density from which on a run whose price should leave something out is told that it does not."""
-SETTLED, MISSED = 50, 0.02
-"""Steps after which a mean recall that is so far below the target is told: prices have moved by then."""
+
+class _Sum:
+    """A sum over calls and their batch entries of float32 ``[n, h]``, on the device, and their number."""
+
+    def __init__(self):
+        self.total: Tensor | None = None
+        self.count = 0
+
+    def add(self, total: Tensor, count: int) -> None:
+        self.total = total if self.total is None else self.total + total
+        self.count += count
+
+    def take(self) -> Tensor | None:
+        """The mean since the last call; None if there was none."""
+        mean = None if self.total is None else self.total / self.count
+        self.total, self.count = None, 0
+        return mean
 
 
 class DensityMeter:
@@ -35,17 +50,19 @@ class DensityMeter:
     Args:
         layer: the layer's number in the whole model, from 0.
         first_head: the number of its first head on this rank.
+
+    Attributes:
+        forward: of density and lost attention, ``[2, h]``; :meth:`take` adds the exposed rows.
+        backward: of the density that pruned backwards kept, and of the attention that they left out,
+            ``[2, h]``.
+        window: of the density of a sliding window, ``[1, h]``.
+        capped: how often heads were at a cap, ``[1, h]``.
     """
 
     def __init__(self, layer: int = 0, first_head: int = 0):
         self.layer, self.first_head = layer, first_head
-        self.total: Tensor | None = None  # of density and lost attention
         self.exposed: float | Tensor = 0.0
-        self.count = 0
-        self.backward_total: Tensor | None = None
-        self.backward_count = 0
-        self.window_total: Tensor | None = None
-        self.window_count = 0
+        self.forward, self.backward, self.window, self.capped = (_Sum() for _ in range(4))
         RUN.meters.add(self)
 
     def add(
@@ -55,46 +72,32 @@ class DensityMeter:
         ``PatternIndex.exposed``. Without recall everything is kept, whatever the price."""
         if recall is None:
             recall, exposed = torch.ones_like(density), 0.0
-        total = torch.stack((density.detach(), 1 - recall.detach())).sum(1)
-        self.total = total if self.total is None else self.total + total
         batch = density.shape[0]
+        self.forward.add(torch.stack((density.detach(), 1 - recall.detach())).sum(1), batch)
         self.exposed += exposed.sum() if isinstance(exposed, Tensor) else exposed * batch
-        self.count += batch
 
     def add_backward(self, density: Tensor, dropped: Tensor) -> None:
         """Count one backward that was pruned: the density that it kept, and the share of attention that it
         left out, float32 ``[b, h]``."""
-        total = torch.stack((density, dropped)).sum(1)
-        self.backward_total = total if self.backward_total is None else self.backward_total + total
-        self.backward_count += density.shape[0]
+        self.backward.add(torch.stack((density, dropped)).sum(1), density.shape[0])
 
     def add_window(self, density: Tensor, num_heads: int) -> None:
         """Count one call of a sliding window: its density, float32 ``[b]``, is that of all heads."""
-        total = density.sum().expand(1, num_heads)
-        self.window_total = total if self.window_total is None else self.window_total + total
-        self.window_count += len(density)
+        self.window.add(density.sum().expand(1, num_heads), len(density))
+
+    def add_capped(self, capped: Tensor) -> None:
+        """Count which heads of one call have as many columns or slashes as a cap lets them: ``[b, h]``."""
+        self.capped.add(capped.float().sum(0, keepdim=True), len(capped))
 
     def take(self) -> Tensor | None:
         """The means of each head since the last call: density, lost attention, and the share of rows that
         could lose some, ``[3, h]``; None if there was none."""
-        if self.total is None:
+        count, mean = self.forward.count, self.forward.take()
+        if mean is None:
             return None
-        exposed = torch.zeros_like(self.total[:1]) + self.exposed
-        mean = torch.cat((self.total, exposed)) / self.count
-        self.total, self.exposed, self.count = None, 0.0, 0
-        return mean
-
-    def take_backward(self) -> Tensor | None:
-        """The same of the backward: density kept and share of attention left out, ``[2, h]``."""
-        mean = None if self.backward_total is None else self.backward_total / self.backward_count
-        self.backward_total, self.backward_count = None, 0
-        return mean
-
-    def take_window(self) -> Tensor | None:
-        """The density of a sliding window, ``[1, h]``."""
-        mean = None if self.window_total is None else self.window_total / self.window_count
-        self.window_total, self.window_count = None, 0
-        return mean
+        exposed = torch.zeros_like(mean[:1]) + self.exposed / count
+        self.exposed = 0.0
+        return torch.cat((mean, exposed))
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,7 @@ class Density:
         window: the mean density of layers with a sliding window, which have no pattern and are in none of the
             others; None without such layers.
         window_heads: the share of the model's heads that these layers have.
+        capped: the share of heads that had as many columns or slashes as a cap lets them; None without caps.
     """
 
     density: Share
@@ -130,6 +134,7 @@ class Density:
     dropped: Share | None = None
     window: float | None = None
     window_heads: float = 0.0
+    capped: float | None = None
 
     @property
     def computed(self) -> float:
@@ -139,7 +144,13 @@ class Density:
         by_pattern = (self.density.mean + 2 * backward.mean) / 3
         return by_pattern + self.window_heads * ((self.window or 0.0) - by_pattern)
 
-    def line(self, iteration: int, price: float | None = None, share: float | None = None) -> str:
+    def line(
+        self,
+        iteration: int,
+        price: float | None = None,
+        share: float | None = None,
+        times: StepTimes | None = None,
+    ) -> str:
         """The line of the training log; ``share`` of a schedule."""
         density, recall = self.density, self.recall
         line = (
@@ -154,16 +165,20 @@ class Density:
             )
         if self.window is not None:
             line += f" | density of sliding windows {self.window:.4f}"
+        if self.capped:
+            line += f" | heads at a cap {self.capped:.1%}"
         if price is not None:
             line += f" | price {price:.4g}"
-        return line if share is None else f"{line} | schedule {share:.1%}"
+        if share is not None:
+            line += f" | schedule {share:.1%}"
+        return line if times is None else f"{line} | {times}"
 
 
 def take_density() -> Density | None:
     """Density and recall of all layers on all ranks since the last call; a collective where there are
     several ranks. None if no layer with a pattern has run."""
     taken = [
-        (meter, (meter.take(), meter.take_backward(), meter.take_window()))
+        (meter, (meter.take(), meter.backward.take(), meter.window.take(), meter.capped.take()))
         for meter in list(RUN.meters)
     ]
     found = [
@@ -178,7 +193,7 @@ def take_density() -> Density | None:
     layers, heads = ranks.all_reduce(
         shape, "max"
     ).tolist()  # a pipeline stage has some layers, or none
-    table = torch.zeros(3, 4, layers, heads, device=device)  # forward, backward, sliding windows
+    table = torch.zeros(4, 4, layers, heads, device=device)  # in the order of the parts
     for meter, parts, _ in found:
         for part, mean in zip(table, parts):
             if mean is not None:
@@ -186,7 +201,7 @@ def take_density() -> Density | None:
                 own[: len(mean)] += mean
                 own[3] += 1
     ranks.all_reduce(table)
-    (sums, ran), (backward, pruned), (window, windowed) = (_means(part) for part in table.cpu())
+    (sums, ran), (backward, pruned), (window, windowed), (capped, can_be) = map(_means, table.cpu())
     if not ran.any():
         return None
     density, lost, exposed = sums
@@ -194,11 +209,12 @@ def take_density() -> Density | None:
     backward = backward[:2]
     shares = [_share(some) for some in means[:, ran]]
     of_backward = [_share(some) for some in backward[:, pruned]] if pruned.any() else [None, None]
-    of_window = []
+    of_window = [None, 0.0]
     if windowed.any():
         heads = int(windowed.sum())
         of_window = [window[0][windowed].mean().item(), heads / (heads + int(ran.sum()))]
-    return Density(*shares, means, ran, *of_backward, *of_window)
+    at_cap = capped[0][can_be].mean().item() if can_be.any() else None
+    return Density(*shares, means, ran, *of_backward, *of_window, at_cap)
 
 
 def _means(table: Tensor) -> tuple[Tensor, Tensor]:
@@ -221,6 +237,7 @@ def wrap_training_log(original):
         iteration = signature.bind(*args, **kwargs).arguments["iteration"]
         is_logged = RUN.is_logged(iteration)
         density = take_density() if is_logged else None
+        times = take_times() if is_logged else None
         if density is not None and math.isfinite(density.computed):
             RUN.computed = density.computed  # for the throughput that Megatron is about to log
         result = original(*args, **kwargs)
@@ -228,7 +245,7 @@ def wrap_training_log(original):
         share = RUN.share() if is_logged and has_schedule(training_arguments()) else None
         end_step(iteration)
         if is_logged:
-            log_density(iteration, price, density, share, RUN.target())
+            log_density(iteration, price, density, share, RUN.target(), times)
             RUN.logged = True
             RUN.balance.log(iteration)
         return result
@@ -295,6 +312,8 @@ def figures(density: Density) -> dict[str, float]:
         values["mtraining-backward-dropped/highest-head"] = density.dropped.highest
     if density.window is not None:
         values["mtraining-window-density/mean"] = density.window
+    if density.capped is not None:
+        values["mtraining-capped/heads"] = density.capped
     for (name, share), heads in zip(both, density.heads):
         values[f"mtraining-{name}/mean"] = share.mean
         values[f"mtraining-{name}/lowest-head"] = share.lowest
@@ -305,49 +324,31 @@ def figures(density: Density) -> dict[str, float]:
     return values
 
 
-def warnings_of(
-    iteration: int, price: float | None, density: Density, target: float | None
-) -> dict[str, str]:
-    """What a user should be told of a step's pattern, by name."""
-    found = {}
-    if price and density.density.mean >= NEARLY_DENSE:
-        found["density"] = (
-            f"density is {density.density.mean:.4f}: price {price:.4g} keeps nearly all query-key pairs, as "
-            "with random weights, whose attention is even. Use trained weights, raise --mtraining-price, or "
-            "bound the pattern with --mtraining-vertical-cap and --mtraining-slash-cap or with fixed budgets "
-            "(--mtraining-vertical, --mtraining-slash)"
-        )
-    recall = density.recall.mean
-    if target is not None and iteration >= SETTLED and recall < target - MISSED:
-        found["recall"] = (
-            f"recall is {recall:.4f}, and --mtraining-target-recall {target:g}: a bound keeps "
-            "it there. Raise --mtraining-vertical-cap and --mtraining-slash-cap, or lower the target"
-        )
-    return found
-
-
 def log_density(
     iteration: int,
     price: float | None,
     density: Density | None,
     share: float | None = None,
     target: float | None = None,
+    times: StepTimes | None = None,
 ) -> None:
-    """Print and record density and recall.
+    """Print and record density, recall and times.
 
     Args:
         price: of the step that has ended.
         density: of the steps since the last call; None prints nothing.
         share: of a schedule, where the step has begun.
         target: recall that prices move to; None without, or if it changes.
+        times: of the step that has ended, if it was timed.
     """
     from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
     from megatron.training.utils import print_rank_last
 
     if density is None:
         return
-    print_rank_last(density.line(iteration, price, share))
-    for name, warning in warnings_of(iteration, price, density, target).items():
+    print_rank_last(density.line(iteration, price, share, times))
+    means = density.density.mean, density.recall.mean
+    for name, warning in warnings_of(iteration, price, *means, target, density.capped).items():
         if name not in RUN.warned:
             RUN.warned.add(name)
             print_rank_last(f" [mtraining] warning: {warning}")
@@ -356,6 +357,8 @@ def log_density(
         values["mtraining-price"] = price
     if share is not None:
         values["mtraining-schedule"] = share
+    if times is not None:
+        values |= times.figures()
     writer = get_tensorboard_writer()
     if writer:
         for name, value in values.items():

@@ -117,16 +117,17 @@ def test_a_price_that_leaves_nothing_out_is_warned_of_once(
     assert printed.count("--mtraining-price") == expected
 
 
-@pytest.mark.parametrize(
-    "iteration, target, expected", [(50, 0.95, 1), (49, 0.95, 0), (50, 0.91, 0), (50, None, 0)]
-)
-def test_a_recall_below_its_target_is_told(iteration, target, expected):
-    meter = DensityMeter()
-    meter.add(torch.full((1, 2), 0.3), torch.full((1, 2), 0.9))
-    found = module.warnings_of(iteration, 0.5, take_density(), target)
-    assert len(found) == expected
-    if found:
-        assert "recall is 0.9000, and --mtraining-target-recall 0.95" in found["recall"]
+def test_heads_at_a_cap_are_counted_in_steps_that_have_caps():
+    first, second = DensityMeter(0), DensityMeter(1)
+    for meter in (first, second):
+        meter.add(torch.full((1, 2), 0.5))
+    first.add_capped(torch.tensor([[True, False], [True, True]]))
+    density = take_density()
+    assert density.capped == pytest.approx(0.75)
+    assert module.figures(density)["mtraining-capped/heads"] == pytest.approx(0.75)
+    assert " | heads at a cap 75.0%" in density.line(1)
+    first.add(torch.full((1, 2), 0.5))
+    assert take_density().capped is None
 
 
 def test_meters_of_deleted_models_are_gone():
@@ -192,7 +193,7 @@ def test_the_price_in_the_log_is_that_of_the_step(monkeypatch):
     logged = []
     monkeypatch.setattr(module, "log_density", lambda *given: logged.append(given))
     module.wrap_training_log(lambda iteration: None)(1)
-    assert logged == [(1, 0.2, None, None, None)]
+    assert logged == [(1, 0.2, None, None, None, None)]
 
 
 def dense_operations(args, batch_size):

@@ -73,7 +73,7 @@ def test_a_window_is_exact_whatever_the_settings(lengths, training):
     assert attention.steering._seen is None and attention.observer is None
     (meter,) = (each for each in RUN.meters if each is attention.density)
     assert meter.take() is None
-    density = meter.take_window()
+    density = meter.window.take()
     if not training:
         assert density is None
         return

@@ -344,7 +344,10 @@ def test_density_counts_the_first_pass_alone():
     layers(*operands())
     expected = take_density()
     trained(layers, megatron, inner=megatron)
-    assert [attention.density.count for attention in layers.attentions] == [2, 2]  # batch entries
+    assert [attention.density.forward.count for attention in layers.attentions] == [
+        2,
+        2,
+    ]  # batch entries
     found = take_density()
     assert found == expected and torch.equal(found.heads, expected.heads)
     eval_only = Layers(1).eval()

@@ -1,0 +1,76 @@
+# Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
+"""How long pattern search, attention and loss take in the steps that are logged, over all ranks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .. import labels
+from ..cp_group import CPGroup, RankGroup
+from ..labels import TIMES
+from ..ring import ring_of
+from .backend import is_active, training_arguments
+from .run_state import RUN
+
+PARTS = {
+    "search": (labels.SEARCH,),
+    "attention": (labels.FORWARD, labels.BACKWARD),
+    "loss": (labels.LOSS_FORWARD, labels.LOSS_BACKWARD),
+    "exposed-communication": (labels.WAIT,),
+}
+"""Labels of what is summed, by name."""
+
+
+class StepTimes(NamedTuple):
+    """Milliseconds of a step on the slowest rank of each part.
+
+    Attributes:
+        search, attention, loss: of all layers and microbatches; attention forward and backward.
+        exposed: in which attention waits for keys, values or their gradients; part of ``attention``.
+        imbalance: search and attention of the slowest rank over the mean of the ranks that have some.
+    """
+
+    search: float
+    attention: float
+    loss: float
+    exposed: float
+    imbalance: float
+
+    def __str__(self) -> str:
+        return (
+            f"search {self.search:.4g} ms, attention {self.attention:.4g} ms (max/mean {self.imbalance:.3f}, "
+            f"exposed communication {self.exposed:.4g} ms), loss {self.loss:.4g} ms"
+        )
+
+    def figures(self) -> dict[str, float]:
+        """What TensorBoard and W&B get, by name."""
+        named = {f"{name}-ms": value for name, value in zip(PARTS, self)}
+        named["attention-max-over-mean"] = self.imbalance
+        return {f"mtraining-time/{name}": value for name, value in named.items()}
+
+
+def time_step(cp: CPGroup) -> None:
+    """Called before attention in training: times the step if it will be logged. Not the first of a process,
+    which compiles; nor other training loops, which have no log."""
+    if TIMES.on or not (is_active(training_arguments()) and RUN.logged and RUN.step_is_logged()):
+        return
+    TIMES.on = True
+    ring = ring_of(cp)
+    ring.trace = ring.trace or TIMES.of_ring
+
+
+def take_times() -> StepTimes | None:
+    """The times of the step that has ended; a collective where there are several ranks. None if it was not
+    timed."""
+    found, ranks = TIMES.take(), RankGroup.everyone()
+    own = [sum(found.get(label, 0.0) for label in named) for named in PARTS.values()]
+    own.append(own[0] + own[1])
+    slowest = torch.tensor(own, device=ranks.device)
+    total = torch.stack((slowest[-1], (slowest[-1] > 0).float()))
+    search, attention, loss, exposed, both = ranks.all_reduce(slowest, "max").tolist()
+    summed, count = ranks.all_reduce(total).tolist()
+    if not count:
+        return None
+    return StepTimes(search, attention, loss, exposed, both * count / summed)
