@@ -43,7 +43,8 @@ class Caps(NamedTuple):
             is_price = isinstance(each, PricePolicy)
             slash_cap = each.slash_cap if is_price else None
             columns.append(each.vertical_cap if is_price else UNBOUNDED)
-            slashes.append(UNBOUNDED if slash_cap is None else slash_cap + window)
+            # None at all, by a cap of 0, are meant.
+            slashes.append(slash_cap + window if slash_cap else UNBOUNDED)
         return cls(tuple(columns), tuple(slashes))
 
     def reached(self, index: PatternOperand) -> Tensor:
@@ -79,8 +80,9 @@ def warnings_of(
     if price and density >= NEARLY_DENSE:
         found["density"] = (
             f"density is {density:.4f}: price {price:.4g} keeps nearly all query-key pairs, as with random "
-            f"weights, whose attention is even. Use trained weights, raise {option('price')}, or bound the "
-            f"pattern with {caps} or with fixed budgets ({option('vertical')}, {option('slash')})"
+            "weights, whose attention is even, or sequences that are hardly longer than the local window. "
+            f"Use trained weights, raise {option('price')}, or bound the pattern with {caps} or with fixed "
+            f"budgets ({option('vertical')}, {option('slash')})"
         )
     if target is not None and step >= SETTLED and recall < target - MISSED:
         found["recall"] = (

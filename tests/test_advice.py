@@ -48,12 +48,12 @@ def test_heads_that_reach_their_own_caps():
     )  # its window has distances 0 and 1
     policies = [
         PricePolicy(vertical_cap=3), PricePolicy(vertical_cap=4), PricePolicy(slash_cap=2),
-        PricePolicy(slash_cap=3), FixedPolicy(vertical=3, slash=2),
+        PricePolicy(slash_cap=3), PricePolicy(slash_cap=0), FixedPolicy(vertical=3, slash=2),
     ]  # fmt: skip
-    distances = torch.zeros(1, 5, 8, dtype=torch.bool)
+    distances = torch.zeros(1, 6, 8, dtype=torch.bool)
     distances[..., [0, 1, 4, 6]] = True
-    columns = torch.tensor([0, 70, 200, 512]).expand(1, 5, 4)  # the last is none
+    columns = torch.tensor([0, 70, 200, 512]).expand(1, 6, 4)  # the last is none
     caps = Caps.of(policies, config)
     reached = caps.reached(build_index(distances, columns, 512, 64, 1))
-    assert reached.tolist() == [[True, False, True, False, False]]
-    assert Caps.of(policies[4:], config) is None
+    assert reached.tolist() == [[True, False, True, False, False, False]]
+    assert Caps.of(policies[5:], config) is None

@@ -8,7 +8,11 @@ from functools import wraps
 
 from transformers.trainer_callback import CallbackHandler, ExportableState, TrainerCallback
 
+from ..advice import warnings_of
 from ..config import ConfigError, Span
+from ..cp_group import cp_group_of
+from ..labels import BACKWARD, FORWARD, SEARCH, TIMES, WAIT
+from ..ring import ring_of
 from .interface import NAME
 from .state import PatternState, find_state
 from .trainers import sizes_of
@@ -17,8 +21,9 @@ from .trainers import sizes_of
 class PatternCallback(TrainerCallback, ExportableState):
     """After each optimizer step, lets a schedule go on and a target recall move the prices, which become part
     of the trainer's checkpoints. Adds ``mtraining_density`` and ``mtraining_recall`` to the trainer's log,
-    means over layers and heads since the last log, and ``mtraining_price`` where it changes. Does nothing
-    for models without settings.
+    means over layers and heads since the last log, ``mtraining_price`` where it changes, what pruned
+    backwards kept, and of the logged step the milliseconds of search and attention on this rank and the share
+    of the heads at a cap. Does nothing for models without settings.
 
     Every trainer has one, once :mod:`megatron_mtraining.transformers` has been imported. It comes before the
     trainer's own callbacks, so TensorBoard and W&B get its values too.
@@ -27,6 +32,8 @@ class PatternCallback(TrainerCallback, ExportableState):
     def __init__(self):
         self._pattern: PatternState | None = None
         self._scheduled: float | None = None  # of the last step
+        self._steps = 0  # of this process
+        self._warned: set[str] = set()
 
     def on_init_end(self, args, state, control, model=None, **kwargs):
         """At the end of the trainer's construction.
@@ -87,6 +94,18 @@ class PatternCallback(TrainerCallback, ExportableState):
                     "sequence_parallel=trainer) before trainer.train()"
                 )
 
+    def on_step_begin(self, args, state, control, **kwargs):
+        """Times a step that will be logged, but not the first one, which compiles."""
+        TIMES.take()
+        by_steps = self._pattern is not None and args.logging_strategy == "steps"
+        if by_steps and self._steps and (state.global_step + 1) % state.logging_steps == 0:
+            TIMES.on = True
+            parallel = self._pattern.parallel
+            if parallel is not None and parallel.ring is not None:
+                ring = ring_of(cp_group_of(parallel.ring))
+                ring.trace = ring.trace or TIMES.of_ring
+        self._steps += 1
+
     def on_step_end(self, args, state, control, model=None, **kwargs):
         """After each optimizer step."""
         self._pattern = find_state(model)
@@ -105,17 +124,41 @@ class PatternCallback(TrainerCallback, ExportableState):
         """Before the trainer's reporters."""
         if logs is None or "loss" not in logs or self._pattern is None:
             return
-        means = self._pattern.take()
-        for name, value in (("density", means.density), ("recall", means.recall)):
-            found = value[~value.isnan()]
-            if found.numel():
-                self._log(logs, state, name, found.mean().item())
-        steering = self._pattern.steering
+        pattern, found = self._pattern, {}
+        means, backward = pattern.take(), pattern.take_backward()
+        shares = dict(
+            density=means.density, recall=means.recall,
+            backward_density=backward.density, backward_dropped=backward.dropped,
+        )  # fmt: skip
+        for name, value in shares.items():
+            of_layers = value[~value.isnan()]
+            if of_layers.numel():
+                found[name] = of_layers.mean().item()
+        steering, policy = pattern.steering, pattern.config.policy
         price = self._scheduled
         if steering.moves and price != 0:  # the last step was not dense
             price = steering.typical()
         if price is not None:
-            self._log(logs, state, "price", float(price))
+            found["price"] = price = float(price)
+        if (capped := pattern.take_capped()) is not None:
+            found["capped"] = capped
+        times = TIMES.take()
+        if SEARCH in times:
+            found["search_ms"] = times[SEARCH]
+            found["attention_ms"] = times.get(FORWARD, 0.0) + times.get(BACKWARD, 0.0)
+            if pattern.parallel is not None and pattern.parallel.ring is not None:
+                found["exposed_communication_ms"] = times.get(WAIT, 0.0)
+        for name, value in found.items():
+            self._log(logs, state, name, value)
+        if "density" in found:
+            is_one = pattern.config.settings is None and policy.target_schedule is None
+            said = warnings_of(
+                state.global_step, policy.price if price is None else price, found["density"],
+                found["recall"], policy.target_recall if is_one else None, capped,
+            )  # fmt: skip
+            for name in said.keys() - self._warned:
+                self._warned.add(name)
+                warnings.warn(said[name])
 
     @staticmethod
     def _log(logs, state, name: str, value: float) -> None:

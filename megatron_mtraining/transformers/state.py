@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from ..advice import Caps
 from ..config import ConfigError, MTrainingConfig, Policy, Span, head_policies, option
 from ..cp_group import ProcessGroup, RankGroup
+from ..labels import TIMES
 from ..pattern import PatternIndex, Steering
 from .sequence import SequenceParallel
 
@@ -101,6 +103,9 @@ class PatternState:
         self._sums: dict[bool, dict[int, Tensor]] = {True: {}, False: {}}
         # Of backwards: float32 [3, heads] of density, dropped, calls.
         self._backward: dict[int, Tensor] = {}
+        self._capped: list[
+            Tensor
+        ] = []  # the share of the heads at a cap, of each call that was timed
 
     def _share(self) -> float:
         if self.span is not None:
@@ -196,6 +201,10 @@ class PatternState:
             first = 0 if parallel is None else parallel.heads.start
             policies = self.policies(layer, parallel)
             self.steering.observe(1 - recall, layer, first, exposed, policies)
+            if TIMES.on:
+                caps = Caps.of(policies or (self.config.policy,) * density.shape[1], self.config)
+                if caps is not None:
+                    self._capped.append(caps.reached(index).float().mean())
         ones = torch.ones_like(density)
         weight = ones * (exposed[:, None] if isinstance(exposed, Tensor) else exposed)
         _add(self._sums[training], layer, parallel, density, ones, 1 - recall, weight)
@@ -222,6 +231,13 @@ class PatternState:
             means[1, layer] = recall.clamp(0, 1)  # a quotient of two rounded sums
         self._sums[training] = {}
         return PatternMeans(*means)
+
+    def take_capped(self) -> float | None:
+        """The share of this rank's heads that had as many columns or slashes as a cap lets them, in the calls
+        that were timed (:data:`~..labels.TIMES`) since the last call of this method; None if there were
+        none. Waits for the device."""
+        capped, self._capped = self._capped, []
+        return torch.stack(capped).mean().item() if capped else None
 
     def take_backward(self) -> BackwardMeans:
         """The means of pruned backwards since the last call of this method. Waits for the device."""

@@ -49,6 +49,24 @@ def test_trainer_moves_prices_keeps_them_and_logs_the_pattern(tmp_path):
         run(tmp_path / "moved", 2, str(tmp_path / "fixed" / "checkpoint-1"))
 
 
+def test_the_log_has_times_caps_and_the_backward_and_warns_once(tmp_path, recwarn):
+    """Times and caps of all logged steps but the first of the process, which compiles."""
+    settings = MTrainingConfig.from_options(
+        price=0.01, slash_cap=1, block_size=64, window=64, backward_threshold=0.5
+    )
+    trainer = trainer_of(small_model(num_hidden_layers=1), tmp_path, max_steps=3, learning_rate=0.0)
+    configure(trainer.model, settings)
+    trainer.train()
+    first, *others = logged(trainer)
+    assert not any(name.endswith(("_ms", "capped")) for name in first)
+    for entry in others:
+        assert entry["mtraining_search_ms"] > 0 and entry["mtraining_attention_ms"] > 0
+        assert "mtraining_exposed_communication_ms" not in entry
+        assert 0 < entry["mtraining_capped"] <= 1 and 0 < entry["mtraining_backward_density"] <= 1
+    told = [str(each.message) for each in recwarn if "as a cap lets them" in str(each.message)]
+    assert len(told) == 1
+
+
 def test_a_trainer_without_settings_is_left_alone(tmp_path):
     from megatron_mtraining.transformers.callback import PatternCallback
 
