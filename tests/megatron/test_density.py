@@ -12,6 +12,8 @@ from megatron_mtraining.megatron import density as module
 from megatron_mtraining.megatron import run_state
 from megatron_mtraining.megatron.density import DensityMeter, take_density
 from megatron_mtraining.megatron.run_state import RunState
+from megatron_mtraining.megatron.step_times import StepTimes
+from megatron_mtraining.tools.run_report.sources import read
 from tests.support.ranks import run_ranks
 
 
@@ -128,6 +130,21 @@ def test_heads_at_a_cap_are_counted_in_steps_that_have_caps():
     assert " | heads at a cap 75.0%" in density.line(1)
     first.add(torch.full((1, 2), 0.5))
     assert take_density().capped is None
+
+
+def test_the_report_reads_the_line(tmp_path):
+    meter = DensityMeter()
+    meter.add(torch.full((1, 2), 0.5), torch.full((1, 2), 0.9))
+    meter.add_backward(torch.full((1, 2), 0.25), torch.full((1, 2), 0.01))
+    meter.add_capped(torch.tensor([[True, False]]))
+    line = take_density().line(20, 0.5, 0.1, StepTimes(1, 2345.6, 0.3, 0.4, 1.25))
+    (tmp_path / "run.log").write_text(f"{line}\n")
+    series = read(tmp_path).series
+    assert {name: values[20] for name, values in series.items()} == dict(
+        density=0.5, density_lowest=0.5, density_highest=0.5, recall=0.9, recall_lowest=0.9,
+        backward_density=0.25, capped=0.5, price=0.5, search_ms=1, attention_ms=2346, loss_ms=0.3,
+        exposed_ms=0.4, imbalance=1.25,
+    )  # fmt: skip
 
 
 def test_meters_of_deleted_models_are_gone():

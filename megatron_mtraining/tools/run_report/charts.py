@@ -22,7 +22,10 @@ THEMES = {
     "light": dict(text="#222222", page="#ffffff", lines="#cccccc"),
     "dark": dict(text="#dddddd", page="#16181c", lines="#44484f"),
 }
-COLOURS = {"light": ("#1f5fa8", "#c2620c", "#2f7d42"), "dark": ("#6fa8f0", "#f0a050", "#70c088")}
+COLOURS = {
+    "light": ("#1f5fa8", "#c2620c", "#2f7d42", "#8a4f9e"),
+    "dark": ("#6fa8f0", "#f0a050", "#70c088", "#c79be0"),
+}
 SMOOTHED = 20
 """A line of a mean over so many steps is drawn through values of more steps than twice that."""
 
@@ -51,6 +54,11 @@ CHARTS = (
     Chart("Recall (attention mass that is kept)", {"mean": "recall", "lowest head": "recall_lowest"}, True),
     Chart("Pairs of the backward", {"": "backward_density"}, True),
     Chart("Price (median)", {"": "price"}),
+    Chart("Milliseconds of a step",
+          {"search": "search_ms", "attention": "attention_ms", "loss": "loss_ms",
+           "exposed communication": "exposed_ms"}),
+    Chart("Attention of the slowest rank over the mean", {"": "imbalance"}),
+    Chart("Heads at a cap", {"": "capped"}, True),
     Chart("Idle time of ranks in attention", {"": "idle"}, True),
     Chart("Gradient norm", {"": "grad_norm"}),
     Chart("Learning rate", {"": "learning_rate"}),

@@ -25,7 +25,7 @@ PRINTED = {
     "grad norm": "grad_norm", "throughput per GPU (TFLOP/s/GPU)": "tflops",
 }  # fmt: skip
 """Names in a line that Megatron prints for a step."""
-SCALES = {"step_s": 1e-3, "idle": 1e-2}
+SCALES = {"step_s": 1e-3, "idle": 1e-2, "capped": 1e-2}
 """Of what is printed in milliseconds and percent."""
 TAGS = {
     "lm loss": "loss", "learning-rate": "learning_rate", "grad-norm": "grad_norm",
@@ -34,6 +34,13 @@ TAGS = {
     "mtraining-density/highest-head": "density_highest", "mtraining-recall/mean": "recall",
     "mtraining-recall/lowest-head": "recall_lowest",
     "mtraining-backward-density/mean": "backward_density",
+    "mtraining-capped/heads": "capped", "mtraining-time/search-ms": "search_ms",
+    "mtraining-time/attention-ms": "attention_ms", "mtraining-time/loss-ms": "loss_ms",
+    "mtraining-time/exposed-communication-ms": "exposed_ms",
+    "mtraining-time/attention-max-over-mean": "imbalance",
+    "mtraining_capped": "capped", "mtraining_search_ms": "search_ms",
+    "mtraining_attention_ms": "attention_ms", "mtraining_exposed_communication_ms": "exposed_ms",
+    "mtraining_backward_density": "backward_density",
     "mtraining_density": "density", "mtraining_recall": "recall", "mtraining_price": "price",
     "loss": "loss", "learning_rate": "learning_rate", "grad_norm": "grad_norm", "eval_loss": "eval_loss",
     "tokens_per_second": "tokens_per_s",
@@ -47,6 +54,11 @@ OURS = re.compile(
 )
 PRICE = re.compile(r"\[mtraining\] iteration (\d+) \|.*\| price ([\d.e-]+)")
 BACKWARD = re.compile(r"\[mtraining\] iteration (\d+) \|.*\| backward density ([\d.]+)")
+CAPPED = re.compile(r"\[mtraining\] iteration (\d+) \|.*\| heads at a cap ([\d.]+)%")
+TIMES = re.compile(
+    r"\[mtraining\] iteration (\d+) \|.*\| search ([\d.e+]+) ms, attention ([\d.e+]+) ms "
+    r"\(max/mean ([\d.]+), exposed communication ([\d.e+]+) ms\), loss ([\d.e+]+) ms"
+)
 IDLE = re.compile(r"\[mtraining\] iteration (\d+) \| attention of .*measured .*?idle ([\d.]+)%")
 WARNING = re.compile(r"\[mtraining\] (warning: .*)")
 LAYER = re.compile(r"mtraining-(density|recall)-layers/(\d+)")
@@ -225,7 +237,12 @@ def _of_line(line: str) -> Iterator[tuple[str, int, float]]:
         for name, value in zip(names, said.groups()[1:]):
             if value is not None and _is_number(value):
                 yield name, int(said[1]), float(value)
-    for pattern, name in ((PRICE, "price"), (BACKWARD, "backward_density"), (IDLE, "idle")):
+    if said := TIMES.search(line):
+        names = ("search_ms", "attention_ms", "imbalance", "exposed_ms", "loss_ms")
+        for name, value in zip(names, said.groups()[1:]):
+            yield name, int(said[1]), float(value)
+    of_one = (PRICE, "price"), (BACKWARD, "backward_density"), (CAPPED, "capped"), (IDLE, "idle")
+    for pattern, name in of_one:
         if said := pattern.search(line):
             yield name, int(said[1]), float(said[2]) * SCALES.get(name, 1.0)
 

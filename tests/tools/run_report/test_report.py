@@ -20,7 +20,8 @@ STEP = (
 )
 OURS = (
     " [mtraining] iteration {step} | density {density} (lowest head 0.1, highest 0.9) | recall 0.95 (lowest "
-    "head 0.9) | price 0.31\n"
+    "head 0.9) | heads at a cap 12.5% | price 0.31 | search 12.5 ms, attention 1.5e+03 ms (max/mean 1.250, "
+    "exposed communication 3 ms), loss 50 ms\n"
 )
 WARNING = " [mtraining] warning: density is 0.9990: price 0.31 keeps <nearly> all pairs\n"
 
@@ -40,6 +41,8 @@ def test_megatrons_log_of_a_run_that_went_on(tmp_path):
     assert sorted(found.series["loss"]) == list(range(1, 101)), "the last line is cut off"
     assert found.series["loss"][100] == 2 and found.series["step_s"][7] == pytest.approx(0.107)
     assert found.series["density"][50] == 0.25 and found.series["recall"][1] == 0.95
+    named = ("capped", "search_ms", "attention_ms", "imbalance", "exposed_ms", "loss_ms")
+    assert [found.series[name][7] for name in named] == [0.125, 12.5, 1500, 1.25, 3, 50]
     assert found.series["price"] == dict.fromkeys(range(1, 101), 0.31)
     assert found.warnings == [WARNING.split("] ")[1].strip()]
 
@@ -55,7 +58,7 @@ def test_the_page_loads_nothing_and_has_both_themes(tmp_path, capsys):
         and "<script" not in text
         and "url(h" not in text
     )
-    assert text.count('<div class="light"') == text.count('<div class="dark"') == 7
+    assert text.count('<div class="light"') == text.count('<div class="dark"') == 10
     for theme, colour in (("light", "#222222"), ("dark", "#dddddd")):
         parts = re.findall(rf'<div class="{theme}".*?</div>', text, re.DOTALL)
         assert all(colour in each for each in parts), theme
