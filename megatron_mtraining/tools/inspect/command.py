@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ... import __version__
 from ...errors import ConfigError
 from ..common.atomic_output import atomic_file, atomic_files
-from .options import SETTINGS, Options, add_arguments, options_from, settings_path
+from .options import PAGE, SETTINGS, Options, add_arguments, options_from, settings_path
 
 if TYPE_CHECKING:  # --help needs none of it
     import torch
@@ -148,7 +148,7 @@ def inspect(options: Options) -> None:
         found = numbers(measured, recommended, recall, density, about)
         write_json(folder / "results.json", found)
         (folder / "summary.txt").write_text(text + "\n", encoding="utf-8")
-        draw(folder, measured, settled, drawn, length, options)
+        draw(folder, measured, settled, drawn, length, options, text)
         content = settings_bytes(options.settings, settings)
         if written is None:
             (folder / SETTINGS).write_bytes(content)
@@ -156,7 +156,7 @@ def inspect(options: Options) -> None:
             written.write(content)
     print(
         f"Took {seconds:.0f} s after {loaded - started:.0f} s of loading; peak memory "
-        f"{memory / 2**30:.1f} GiB. Pictures and numbers: {options.output.resolve()}; settings: "
+        f"{memory / 2**30:.1f} GiB. Page with pictures: {options.output.resolve() / PAGE}; settings: "
         f"{options.settings.resolve()}"
     )
 

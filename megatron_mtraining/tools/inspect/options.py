@@ -22,7 +22,9 @@ ROWS = 512
 """Default number of query rows that patterns are evaluated on."""
 SETTINGS = "settings.json"
 """The file of settings in the output folder, if no other is named."""
+PAGE = "inspect.html"
 FILES = (
+    PAGE,
     "results.json",
     "summary.txt",
     "recall_density.png",
@@ -136,7 +138,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--head", dest="heads", action="append", default=[], metavar="LAYER:HEAD", help=what)
     add("--window", type=int, help="local window of all settings, in tokens")
     add("--block-size", type=int, help="block size of all settings: 64 or 128")
-    what = "folder for pictures, numbers and settings (%(default)s)"
+    what = "folder for the page, pictures, numbers and settings (%(default)s)"
     add("--output", type=Path, default=Path("inspect-out"), metavar="FOLDER", help=what)
     what = "file for the recommended settings: YAML if it ends in .yaml, else JSON (FOLDER/settings.json)"
     add("--settings", type=Path, metavar="FILE", help=what)

@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from .options import Options
+from .options import PAGE, Options
 from .results import Measured, by_difficulty
 from .settled import Settled
+
+RANKS = "easiest", "middle", "hardest"
+"""Heads that are always drawn."""
 
 
 def write_json(path: Path, value) -> None:
@@ -26,8 +30,8 @@ def heads_to_draw(best: Measured, asked: list[tuple[int, int]]) -> dict[str, tup
     """
     places = list(np.ndindex(best.needed.shape))
     order = by_difficulty(best.needed.flatten(), best.point.of(best.recall).flatten())
-    ranks = {"easiest": 0, "middle": len(order) // 2, "hardest": -1}
-    named = {name: places[order[rank]] for name, rank in ranks.items()}
+    at = 0, len(order) // 2, -1
+    named = {name: places[order[rank]] for name, rank in zip(RANKS, at)}
     for layer, head in asked:
         named[f"layer{layer}_head{head}"] = best.layers.index(layer), head
     return named
@@ -40,14 +44,18 @@ def draw(
     named: dict[str, tuple[int, int]],
     length: int,
     options: Options,
+    summary: str,
 ) -> None:
-    """Write all pictures into ``folder``.
+    """Write all pictures into ``folder``, and the page with them.
 
     Args:
         settled: the recommended settings, whose series' densities are shown, and the heads drawn with them.
         named: from :func:`heads_to_draw`.
+        summary: tables in text, for the page.
     """
     from ..report import pictures
+    from ..report.page import Group, document, text_block
+    from ..report.themes import svg_by_theme
 
     title = f"{options.model.name or options.model}, {length} tokens"
     curves = {
@@ -59,15 +67,20 @@ def draw(
         for one in measured
     }
     best, target = settled.settings.measured, options.target_recall
-    path = folder / "recall_density.png"
-    pictures.recall_density(path, curves, target, f"{title}: mean over all heads")
-    pictures.layers_by_heads(
-        folder / "density_needed.png",
-        best.needed,
-        f"{title}\n{best.series.policy}; crossed out: recall not reached",
-        f"density at which a head's recall is {target:.0%}",
+    by_density = partial(
+        pictures.recall_density, curves=curves, target=target, title=f"{title}: mean over all heads"
+    )
+    needed = partial(
+        pictures.layers_by_heads,
+        values=best.needed,
+        title=f"{title}\n{best.series.policy}; crossed out: recall not reached",
+        label=f"density at which a head's recall is {target:.0%}",
         layers=best.layers,
     )
+    by_density(folder / "recall_density.png")
+    needed(folder / "density_needed.png")
+    of_model = {"Recall by density": by_density, "Density that heads need": needed}
+    groups = [Group("", {name: svg_by_theme(drawing) for name, drawing in of_model.items()})]
     for name, (place, head) in named.items():
         setting = settled.settings.setting_of(place, head)
         described = "dense"
@@ -75,11 +88,22 @@ def draw(
             described = f"{best.series.policy}, {best.series.describe(setting)}"
         recall, density = settled.recall[place][head], settled.density[place][head]
         drawn = settled.drawn[place, head]
-        pictures.attention_and_pattern(
-            folder / f"head_{name}.png",
-            drawn.attention.numpy(),
-            drawn.pattern.numpy(),
-            length,
-            f"{title}, layer {best.layers[place]}, head {head}: {described}: "
-            f"recall {recall:.1%} at density {density:.1%}",
+        maps = partial(
+            pictures.attention_and_pattern,
+            mass=drawn.attention.numpy(),
+            density=drawn.pattern.numpy(),
+            seq_length=length,
         )
+        of_head = (
+            f"layer {best.layers[place]}, head {head}: {described}: recall {recall:.1%} at density "
+            f"{density:.1%}"
+        )
+        maps(folder / f"head_{name}.png", title=f"{title}, {of_head}")
+        charts = {
+            part.capitalize(): svg_by_theme(partial(maps, title="", parts=[part]))
+            for part in ("dense attention", "pattern")
+        }
+        kind = f"{name.capitalize()} head: " if name in RANKS else ""
+        groups.append(Group(f"{kind}{of_head}", charts))
+    page = document(f"Attention of {title}", str(options.model), [], text_block(summary), groups)
+    (folder / PAGE).write_text(page, encoding="utf-8")

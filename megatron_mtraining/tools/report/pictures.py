@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Pictures as PNG files, drawn without a display."""
+"""Pictures as files, drawn without a display: PNG, or what the end of the name says."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def recall_density(
         percent = 100 * np.asarray(density)
         axes.plot(percent, 100 * np.asarray(mean), "o-", color=colour, markersize=4, label=name)
         axes.plot(percent, 100 * np.asarray(decile), ":", color=colour, linewidth=1.2)
-    axes.axhline(100 * target, color="black", linestyle="--", linewidth=1)
+    axes.axhline(100 * target, color=pyplot.rcParams["text.color"], linestyle="--", linewidth=1)
     axes.annotate(
         f"target {target:.0%}", (0.01, 100 * target), xycoords=("axes fraction", "data"),
         va="bottom", fontsize=9,
@@ -186,7 +186,7 @@ def layers_by_heads(
         figsize=(max(5.5, 0.3 * heads + 2.5), max(3.5, 0.22 * height + 1.5)), layout="constrained"
     )
     shown = np.ma.masked_invalid(values)
-    colours = matplotlib.colormaps["viridis"].with_extremes(bad="#e8e8e8")
+    colours = matplotlib.colormaps["viridis"].with_extremes(bad=_nothing())
     image = axes.imshow(shown, cmap=colours, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
     rows, columns = np.nonzero(~np.isfinite(values))
     axes.plot(columns, rows, "x", color="#b83a3a", markersize=6)
@@ -202,7 +202,12 @@ def layers_by_heads(
 
 
 def attention_and_pattern(
-    path: Path, mass: np.ndarray, density: np.ndarray, seq_length: int, title: str
+    path: Path,
+    mass: np.ndarray,
+    density: np.ndarray,
+    seq_length: int,
+    title: str,
+    parts: Sequence[str] = ("dense attention", "pattern"),
 ) -> Path:
     """One head's dense attention, and beside it the pairs that its pattern selects.
 
@@ -210,39 +215,53 @@ def attention_and_pattern(
         mass: ``[n, n]``, the attention mass of each cell, averaged over its queries.
         density: ``[n, n]``, the fraction of the pairs in each cell that is selected. NaN rows are left out.
         seq_length: tokens along a side.
+        parts: which of the two to draw.
     """
-    figure, (left, right) = pyplot.subplots(
-        1, 2, figsize=(12.4, 6), sharex=True, sharey=True, layout="constrained"
-    )
+    figure, grid = pyplot.subplots(
+        1, len(parts), figsize=(6.2 * len(parts), 6 if title else 4.9), sharex=True, sharey=True, squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    for part, axes in zip(parts, grid[0]):
+        if part == "pattern":
+            # With a linear scale a single column in a cell of many keys would not show.
+            norm = matplotlib.colors.PowerNorm(0.5, vmin=0, vmax=1)
+            image = _heat_map(axes, density, seq_length, norm)
+            label = "density (fraction of pairs selected)"
+        else:
+            image = _mass_map(axes, mass, seq_length)
+            label = "mean attention mass of a query in the cell"
+        figure.colorbar(image, ax=axes, shrink=0.8, label=label)
+        if len(parts) > 1:
+            axes.set_title(part, fontsize=10)
+        axes.set_xlabel("key position (tokens)")
+    grid[0][0].set_ylabel("query position (tokens)")
+    if title:
+        figure.suptitle(title, fontsize=10)
+    return _save(figure, path)
+
+
+def _mass_map(axes, mass: np.ndarray, seq_length: int):
     mass = np.asarray(mass, dtype=np.float64)
-    seen = np.ma.masked_where(~(mass > 0), mass)
-    colours = matplotlib.colormaps["magma"].with_extremes(bad="#e8e8e8")
-    image = left.imshow(
-        seen,
-        cmap=colours,
+    return axes.imshow(
+        np.ma.masked_where(~(mass > 0), mass),
+        cmap=matplotlib.colormaps["magma"].with_extremes(bad=_nothing()),
         norm=matplotlib.colors.LogNorm(vmin=1e-5, vmax=1, clip=True),
         interpolation="nearest",
         extent=(0, seq_length, seq_length, 0),
     )
-    left.set_title("dense attention", fontsize=10)
-    figure.colorbar(image, ax=left, shrink=0.8, label="mean attention mass of a query in the cell")
-    # With a linear scale a single column in a cell of many keys would not show.
-    norm = matplotlib.colors.PowerNorm(0.5, vmin=0, vmax=1)
-    image = _heat_map(right, density, seq_length, norm)
-    right.set_title("pattern", fontsize=10)
-    figure.colorbar(image, ax=right, shrink=0.8, label="density (fraction of pairs selected)")
-    for axes in (left, right):
-        axes.set_xlabel("key position (tokens)")
-    left.set_ylabel("query position (tokens)")
-    figure.suptitle(title, fontsize=10)
-    return _save(figure, path)
+
+
+def _nothing() -> str:
+    """The colour of cells without a value, near the page's."""
+    is_light = matplotlib.colors.to_rgb(pyplot.rcParams["figure.facecolor"])[0] > 0.5
+    return "#e8e8e8" if is_light else "#2a2d33"
 
 
 def _heat_map(axes, density: np.ndarray, seq_length: int, norm=None):
     density = np.asarray(density)
     future = np.triu(np.ones(density.shape, dtype=bool), 1)
     shown = np.ma.masked_where(future & (density == 0) | np.isnan(density), density)
-    colours = matplotlib.colormaps["viridis"].with_extremes(bad="#e8e8e8")
+    colours = matplotlib.colormaps["viridis"].with_extremes(bad=_nothing())
     return axes.imshow(
         shown,
         cmap=colours,

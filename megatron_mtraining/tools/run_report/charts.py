@@ -3,29 +3,19 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 import matplotlib
-
-matplotlib.use("Agg")  # before pyplot: there may be no display
 import numpy as np
 from matplotlib import pyplot, ticker
 from matplotlib.figure import Figure
 
+from ..report.themes import COLOURS, style
 from .sources import Run, Series
 
 Picture = TypeVar("Picture")
 
-THEMES = {
-    "light": dict(text="#222222", page="#ffffff", lines="#cccccc"),
-    "dark": dict(text="#dddddd", page="#16181c", lines="#44484f"),
-}
-COLOURS = {
-    "light": ("#1f5fa8", "#c2620c", "#2f7d42", "#8a4f9e"),
-    "dark": ("#6fa8f0", "#f0a050", "#70c088", "#c79be0"),
-}
 SMOOTHED = 20
 """A line of a mean over so many steps is drawn through values of more steps than twice that."""
 
@@ -68,7 +58,7 @@ CHARTS = (
 def drawn(run: Run, theme: str, save: Callable[[Figure], Picture]) -> dict[str, Picture]:
     """By title, what ``save`` makes of the chart of each thing that the run has logged."""
     series, figures = run.series, {}
-    with matplotlib.rc_context(_style(theme)):
+    with matplotlib.rc_context(style(theme)):
         for chart in CHARTS:
             lines = {label: series[name] for label, name in chart.lines.items() if name in series}
             if lines:
@@ -80,30 +70,6 @@ def drawn(run: Run, theme: str, save: Callable[[Figure], Picture]) -> dict[str, 
     for figure in figures.values():
         pyplot.close(figure)
     return found
-
-
-def svg(figure: Figure) -> str:
-    """The figure as an element of a page."""
-    text = io.StringIO()
-    figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    return text.getvalue()[text.getvalue().index("<svg") :]
-
-
-def png(figure: Figure) -> bytes:
-    content = io.BytesIO()
-    figure.savefig(content, dpi=150)
-    return content.getvalue()
-
-
-def _style(theme: str) -> dict:
-    of = THEMES[theme]
-    text = {f"{name}.color": of["text"] for name in ("text", "xtick", "ytick")}
-    return {
-        **text, "axes.labelcolor": of["text"], "axes.edgecolor": of["lines"], "grid.color": of["lines"],
-        "figure.facecolor": of["page"], "axes.facecolor": of["page"], "savefig.facecolor": of["page"],
-        "axes.prop_cycle": matplotlib.cycler(color=COLOURS[theme]), "svg.fonttype": "none",
-        "svg.hashsalt": "report", "font.size": 10, "legend.framealpha": 0.0,
-    }  # fmt: skip
 
 
 def _lines(chart: Chart, lines: dict[str, Series], theme: str) -> Figure:

@@ -20,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args) -> int:
+    from ..report.themes import png
     from . import charts
     from .page import page
 
@@ -32,7 +33,7 @@ def run(args) -> int:
         args.output.write_text(page(found, title), encoding="utf-8")
         if args.png:
             args.png.mkdir(parents=True, exist_ok=True)
-            for name, content in charts.drawn(found, "light", charts.png).items():
+            for name, content in charts.drawn(found, "light", png).items():
                 file = name.split(" (")[0].lower().replace(" ", "-").replace("/", "-")
                 (args.png / f"{file}.png").write_bytes(content)
     except OSError as error:

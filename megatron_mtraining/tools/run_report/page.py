@@ -1,29 +1,15 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""The page: one HTML file that loads nothing."""
+"""The page on a run: its table, and what it says above the charts."""
 
 from __future__ import annotations
 
 from html import escape
 
+from ..report.page import Group, document
+from ..report.themes import THEMES, svg
 from . import charts
 from .sources import Run, Series
 
-STYLE = """
-:root { color-scheme: light dark; }
-body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 84rem; padding: 1rem;
-  background: #ffffff; color: #222222; }
-h1 { font-size: 1.5rem; margin: 0 0 .25rem; } h2 { font-size: 1rem; margin: 0 0 .25rem; }
-p.source { margin: 0 0 1rem; overflow-wrap: anywhere; opacity: .75; }
-table { border-collapse: collapse; margin: 0 0 1.5rem; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; padding: .15rem 1rem .15rem 0; border-bottom: 1px solid #8884; }
-div.charts { display: grid; gap: 1.5rem;
-  grid-template-columns: repeat(auto-fit, minmax(min(26rem, 100%), 1fr)); }
-svg { width: 100%; height: auto; } .dark { display: none; }
-ul.warnings { border-left: 4px solid #c2620c; padding: .5rem 1rem .5rem 2rem; margin: 0 0 1.5rem; }
-@media (prefers-color-scheme: dark) {
-  body { background: #16181c; color: #dddddd; } .dark { display: block; } .light { display: none; }
-}
-"""
 NUMBERS = (
     ("training loss", "loss", "{:.4f}"), ("density", "density", "{:.1%}"),
     ("recall", "recall", "{:.3f}"), ("price", "price", "{:.4g}"), ("seconds a step", "step_s", "{:.3f}"),
@@ -33,29 +19,12 @@ LAST = 20
 
 def page(run: Run, title: str) -> str:
     """The report of a run."""
-    parts = []
-    light, dark = (charts.drawn(run, theme, charts.svg) for theme in charts.THEMES)
-    for name in light:
-        pictures = "".join(
-            f'<div class="{theme}" role="img" aria-label="{escape(name)}">{of[name]}</div>'
-            for theme, of in zip(charts.THEMES, (light, dark))
-        )
-        parts.append(f"<section><h2>{escape(name)}</h2>{pictures}</section>")
+    drawn = {theme: charts.drawn(run, theme, svg) for theme in THEMES}
     said = [*_not_finite(run), *run.warnings]
-    warnings = "".join(f"<li>{escape(each)}</li>" for each in said)
-    return "\n".join(
-        [
-            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>",
-            f"<h1>{escape(title)}</h1>",
-            f'<p class="source">{escape(run.source)}; {_steps(run)}</p>',
-            f'<ul class="warnings">{warnings}</ul>' if warnings else "",
-            _table(run),
-            f'<div class="charts">{"".join(parts)}</div>',
-            "</body></html>",
-        ]
+    group = Group(
+        "", {name: {theme: of[name] for theme, of in drawn.items()} for name in drawn["light"]}
     )
+    return document(title, f"{run.source}; {_steps(run)}", said, _table(run), [group])
 
 
 def _steps(run: Run) -> str:

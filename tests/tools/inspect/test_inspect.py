@@ -6,7 +6,9 @@ from __future__ import annotations
 import builtins
 import json
 import os
+import re
 import sys
+from html.parser import HTMLParser
 from importlib.util import find_spec
 
 import numpy as np
@@ -66,6 +68,18 @@ def test_a_run_leaves_tables_numbers_pictures_and_settings(finished, capsys):
     assert pictures == {"recall_density.png", "density_needed.png"} | heads
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in finished.glob("*.png"))
     assert not [path for path in finished.iterdir() if path.name.startswith(".")]
+
+
+def test_the_page_has_each_heads_attention_beside_its_pattern(finished):
+    text = (finished / "inspect.html").read_text(encoding="utf-8")
+    HTMLParser().feed(text)
+    assert "hardest head" in text and "<script" not in text
+    assert not re.findall(r"(?:src|href)=\"(?!#|data:)", text), "it loads nothing"
+    for kind in ("Easiest", "Middle", "Hardest"):
+        assert re.search(rf"<h2>{kind} head: layer \d, head \d: .* recall [\d.]+% at density", text)
+    for title in ("Dense attention", "Pattern"):
+        for theme in ("light", "dark"):
+            assert text.count(f'<div class="{theme}" role="img" aria-label="{title}">') == 3
 
 
 def test_block_lists_are_inspected_and_drawn(llama, words, tmp_path):
