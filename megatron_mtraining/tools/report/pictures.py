@@ -218,8 +218,8 @@ def attention_and_pattern(
         parts: which of the two to draw.
     """
     figure, grid = pyplot.subplots(
-        1, len(parts), figsize=(6.2 * len(parts), 6 if title else 4.9), sharex=True, sharey=True, squeeze=False,
-        layout="constrained",
+        1, len(parts), figsize=(6.2 * len(parts), 6 if title else 4.9), sharex=True, sharey=True,
+        squeeze=False, layout="constrained",
     )  # fmt: skip
     for part, axes in zip(parts, grid[0]):
         if part == "pattern":

@@ -11,11 +11,14 @@ import numpy as np
 from matplotlib import pyplot, ticker
 from matplotlib.figure import Figure
 
-from ..report.themes import COLOURS, style
+from ..report.themes import COLOURS, THEMES, style
 from .sources import Run, Series
+from .timeline import NAMES, Timeline
 
 Picture = TypeVar("Picture")
 
+KIND_COLOURS = {theme: (*COLOURS[theme], THEMES[theme]["lines"]) for theme in THEMES}
+"""Of search, attention, loss, communication and other work."""
 SMOOTHED = 20
 """A line of a mean over so many steps is drawn through values of more steps than twice that."""
 
@@ -55,8 +58,10 @@ CHARTS = (
 )  # fmt: skip
 
 
-def drawn(run: Run, theme: str, save: Callable[[Figure], Picture]) -> dict[str, Picture]:
-    """By title, what ``save`` makes of the chart of each thing that the run has logged."""
+def drawn(
+    run: Run, theme: str, save: Callable[[Figure], Picture], timeline: Timeline | None = None
+) -> dict[str, Picture]:
+    """By title, what ``save`` makes of the chart of each thing that the run has logged, and of a step."""
     series, figures = run.series, {}
     with matplotlib.rc_context(style(theme)):
         for chart in CHARTS:
@@ -66,6 +71,8 @@ def drawn(run: Run, theme: str, save: Callable[[Figure], Picture]) -> dict[str, 
         for name, title in (("density", "Density by layer"), ("recall", "Recall by layer")):
             if run.layers.get(name):
                 figures[title] = _by_layer(run.layers[name])
+        if timeline is not None:
+            figures["Timeline of a step"] = _timeline(timeline, theme)
         found = {title: save(figure) for title, figure in figures.items()}
     for figure in figures.values():
         pyplot.close(figure)
@@ -110,4 +117,27 @@ def _by_layer(layers: dict[int, Series]) -> Figure:
     axes.set_xlabel("step")
     axes.set_ylabel("layer")
     figure.colorbar(image, ax=axes, format=ticker.PercentFormatter(1.0))
+    return figure
+
+
+def _timeline(timeline: Timeline, theme: str) -> Figure:
+    colours = dict(zip(NAMES, KIND_COLOURS[theme]))
+    figure, axes = pyplot.subplots(
+        figsize=(6.4, 0.32 * len(timeline.rows) + 1.5), layout="constrained"
+    )
+    axes.imshow(
+        np.ma.masked_less(timeline.cells, 0), aspect="auto", interpolation="nearest", vmin=0,
+        vmax=len(NAMES) - 1, cmap=matplotlib.colors.ListedColormap(list(colours.values())),
+        extent=(0, timeline.milliseconds, len(timeline.rows) - 0.5, -0.5),
+    )  # fmt: skip
+    axes.set_yticks(range(len(timeline.rows)), timeline.rows, fontsize=8)
+    axes.set_xlabel("milliseconds")
+    for row in range(1, len(timeline.rows)):
+        axes.axhline(row - 0.5, color=pyplot.rcParams["figure.facecolor"], linewidth=3)
+    shown = [
+        matplotlib.patches.Patch(color=colour, label=name)
+        for number, (name, colour) in enumerate(colours.items())
+        if (timeline.cells == number).any()
+    ]
+    figure.legend(handles=shown, loc="outside upper center", ncols=len(shown), fontsize=9)
     return figure

@@ -15,25 +15,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("run", type=Path, metavar="RUN", help=f"{WANTED}; or a folder with one of them")
     add("--output", type=Path, default=Path("report.html"), help="(default: %(default)s)")
     add("--title", help="(default: the run's name)")
+    what = "a trace of PyTorch's profiler, whose last step is shown (default: one in RUN, if there is one)"
+    add("--trace", type=Path, metavar="FILE", help=what)
     add("--png", type=Path, metavar="FOLDER", help="also write each chart there as a picture")
     add("--overwrite", action="store_true", help="replace --output")
 
 
 def run(args) -> int:
     from ..report.themes import png
-    from . import charts
+    from . import charts, timeline
     from .page import page
 
     if args.output.exists() and not args.overwrite:
         raise ConfigError(f"{args.output} exists: give --overwrite, or another --output")
     found = read(args.run)
+    trace = args.trace or timeline.find(args.run)
+    step = None if trace is None else timeline.read(trace)
     title = args.title or args.run.resolve().name
     try:
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(page(found, title), encoding="utf-8")
+        args.output.write_text(page(found, title, step), encoding="utf-8")
         if args.png:
             args.png.mkdir(parents=True, exist_ok=True)
-            for name, content in charts.drawn(found, "light", png).items():
+            for name, content in charts.drawn(found, "light", png, step).items():
                 file = name.split(" (")[0].lower().replace(" ", "-").replace("/", "-")
                 (args.png / f"{file}.png").write_bytes(content)
     except OSError as error:

@@ -9,6 +9,7 @@ from ..report.page import Group, document
 from ..report.themes import THEMES, svg
 from . import charts
 from .sources import Run, Series
+from .timeline import Timeline
 
 NUMBERS = (
     ("training loss", "loss", "{:.4f}"), ("density", "density", "{:.1%}"),
@@ -17,14 +18,17 @@ NUMBERS = (
 LAST = 20
 
 
-def page(run: Run, title: str) -> str:
-    """The report of a run."""
-    drawn = {theme: charts.drawn(run, theme, svg) for theme in THEMES}
+def page(run: Run, title: str, timeline: Timeline | None = None) -> str:
+    """The report of a run, with what a step of it did if there is a trace."""
+    drawn = {theme: charts.drawn(run, theme, svg, timeline) for theme in THEMES}
     said = [*_not_finite(run), *run.warnings]
     group = Group(
         "", {name: {theme: of[name] for theme, of in drawn.items()} for name in drawn["light"]}
     )
-    return document(title, f"{run.source}; {_steps(run)}", said, _table(run), [group])
+    source = f"{run.source}; {_steps(run)}"
+    if timeline is not None:
+        source += f"; timeline: {timeline.source}"
+    return document(title, source, said, _table(run), [group])
 
 
 def _steps(run: Run) -> str:
