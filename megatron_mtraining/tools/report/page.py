@@ -10,10 +10,10 @@ from typing import NamedTuple
 STYLE = """
 :root { color-scheme: light dark; }
 body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 84rem; padding: 1rem;
-  background: #ffffff; color: #222222; }
+  background: #ffffff; color: #222222; overflow-wrap: break-word; }
 h1 { font-size: 1.5rem; margin: 0 0 .25rem; } h2 { font-size: 1.2rem; margin: 1.5rem 0 .5rem; }
 h3 { font-size: 1rem; margin: 0 0 .25rem; }
-p.source { margin: 0 0 1rem; overflow-wrap: anywhere; opacity: .75; }
+p.source { margin: 0 0 1rem; opacity: .75; }
 table { border-collapse: collapse; margin: 0 0 1.5rem; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: .15rem 1rem .15rem 0; border-bottom: 1px solid #8884; }
 div.charts { display: grid; gap: 1.5rem;

@@ -19,6 +19,8 @@ Picture = TypeVar("Picture")
 
 KIND_COLOURS = {theme: (*COLOURS[theme], THEMES[theme]["lines"]) for theme in THEMES}
 """Of search, attention, loss, communication and other work."""
+WIDTH = 5.6
+"""Inches of a chart: on a phone, its text is as small as can be read."""
 SMOOTHED = 20
 """A line of a mean over so many steps is drawn through values of more steps than twice that."""
 
@@ -80,7 +82,7 @@ def drawn(
 
 
 def _lines(chart: Chart, lines: dict[str, Series], theme: str) -> Figure:
-    figure, axes = pyplot.subplots(figsize=(6.4, 3.4), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(WIDTH, 3.1), layout="constrained")
     for label, values in lines.items():
         steps = np.array(sorted(values))
         heights = np.array([values[step] for step in steps])
@@ -107,7 +109,7 @@ def _by_layer(layers: dict[int, Series]) -> Figure:
     numbers = sorted(layers)
     shown = np.array([[layers[n].get(step, np.nan) for step in steps] for n in numbers])
     figure, axes = pyplot.subplots(
-        figsize=(6.4, max(2.4, 0.16 * len(numbers) + 1.4)), layout="constrained"
+        figsize=(WIDTH, max(2.4, 0.16 * len(numbers) + 1.4)), layout="constrained"
     )
     image = axes.imshow(
         shown, aspect="auto", cmap="viridis", vmin=0, vmax=1, interpolation="nearest",
@@ -123,7 +125,7 @@ def _by_layer(layers: dict[int, Series]) -> Figure:
 def _timeline(timeline: Timeline, theme: str) -> Figure:
     colours = dict(zip(NAMES, KIND_COLOURS[theme]))
     figure, axes = pyplot.subplots(
-        figsize=(6.4, 0.32 * len(timeline.rows) + 1.5), layout="constrained"
+        figsize=(WIDTH, 0.32 * len(timeline.rows) + 1.5), layout="constrained"
     )
     axes.imshow(
         np.ma.masked_less(timeline.cells, 0), aspect="auto", interpolation="nearest", vmin=0,
