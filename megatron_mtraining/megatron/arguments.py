@@ -25,8 +25,8 @@ from .balance.options import check_balance, lines_of_balance
 from .checks import check_settings, inner_group_size, warning_of_loss
 from .document_options import check_documents, fill_in_documents
 from .layer_pattern import layers_with_attention
+from .loss_options import check_loss, why_not
 from .options import FILLED_IN, add_arguments, attribute, config_from_args
-from .output_layer import check_loss, why_not
 from .rotary_options import check_rotary_options
 from .wrapping import is_first_local_rank, log, log_replaced
 

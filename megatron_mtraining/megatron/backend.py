@@ -6,22 +6,23 @@ from __future__ import annotations
 import sys
 from enum import Enum
 
-from megatron.core.transformer.enums import AttnBackend
-
 NAME = "mtraining"
 # What `mtraining patch` writes into the file too, so that a checkpoint's arguments, pickled by
 # value, are read back the same in both.
 VALUE = 6
 
 
-def add_member(enum: type[Enum] = AttnBackend) -> Enum:
-    """Add ``mtraining`` to ``AttnBackend`` and return it; the one that is there if it is.
+def add_member(enum: type[Enum] | None = None) -> Enum:
+    """Add ``mtraining`` to an enum (None for ``AttnBackend``), and return it; the one that is there if it is.
 
     ``--attention-backend`` takes its choices from the enum when Megatron builds its parser, so that
     this must have happened before. Python's enums cannot be subclassed once they have members,
     hence the member is put into the class's own tables, from which iteration, look-up by name
     and by value, copying and pickling all work.
     """
+    if enum is None:
+        # Here, because a plan needs no Megatron, whose import takes seconds.
+        from megatron.core.transformer.enums import AttnBackend as enum
     if NAME in enum.__members__:
         return enum[NAME]
     value = VALUE

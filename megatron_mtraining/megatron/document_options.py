@@ -1,5 +1,6 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Megatron's options that pack documents: in which runs all layers are told of them."""
+"""Megatron's options that pack documents: in which runs all layers are told of them. Without Megatron, for
+plans."""
 
 from __future__ import annotations
 
@@ -7,12 +8,26 @@ from ..config import ConfigError
 from ..visibility import MOST_TOKENS
 from .checks import is_from
 from .layer_pattern import has_recurrent_layers
-from .packed_documents import asked_option
 
 SFT_ON_ALL_STAGES = (0, 17)
 """The first Megatron that tells all pipeline stages of the sequences of ``--sft``."""
 MTP_RECOMPUTES_SEQUENCES = (0, 19)
 """The first Megatron that can run layers of multi-token prediction again which are given packed sequences."""
+
+
+APART = ("reset_attention_mask", "dataloader_inter_document_masking", "sft")
+"""Megatron-LM's arguments that ask for attention within documents."""
+
+
+def masks_documents(arguments) -> bool:
+    """Whether a run's arguments ask for attention within documents."""
+    return asked_option(arguments) is not None
+
+
+def asked_option(arguments) -> str | None:
+    """The option that asks for it."""
+    names = [name for name in APART if getattr(arguments, name, False)]
+    return "--" + names[0].replace("_", "-") if names else None
 
 
 def check_documents(args) -> None:

@@ -22,6 +22,7 @@ from ..tensors import check_values
 from ..visibility import VisibleRanges
 from .backend import is_active, training_arguments
 from .borders import Borders, whole_sequence
+from .document_options import asked_option, masks_documents
 
 
 class DocumentParams(PackedSeqParams):
@@ -46,21 +47,6 @@ def packed_seq_params_of(
     params = DocumentParams(qkv_format="sbhd", max_seqlen_q=length, max_seqlen_kv=length)
     params.documents, params.lengths = documents, lengths
     return params
-
-
-APART = ("reset_attention_mask", "dataloader_inter_document_masking", "sft")
-"""Megatron-LM's arguments that ask for attention within documents."""
-
-
-def masks_documents(arguments) -> bool:
-    """Whether a run's arguments ask for attention within documents."""
-    return asked_option(arguments) is not None
-
-
-def asked_option(arguments) -> str | None:
-    """The option that asks for it."""
-    names = [name for name in APART if getattr(arguments, name, False)]
-    return "--" + names[0].replace("_", "-") if names else None
 
 
 def wrap_forward(original):

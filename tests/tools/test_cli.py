@@ -136,7 +136,7 @@ sys.exit(cli.main(sys.argv[2:]))
     ("package", "words"),
     [
         ("torch", "plan memory --num-layers 1"),
-        ("megatron", "plan memory --num-layers 1"),
+        ("megatron", "quickstart --steps 1"),
         ("numpy", "data prepare /nowhere --tokenizer /nowhere --seq-length 8 --output out"),
         ("torch", "convert verify /nowhere /nowhere"),
         ("torch", "inspect /nowhere --text /nowhere"),

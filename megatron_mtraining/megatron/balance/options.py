@@ -23,8 +23,8 @@ from ...config import (
 )
 from ...files import read_bytes
 from ..checks import show
+from ..document_options import masks_documents
 from ..layer_pattern import layers_with_attention
-from ..packed_documents import masks_documents
 
 PLANNED = "plans are made for global batches of one size; leave it out"
 REFUSED = dict.fromkeys(

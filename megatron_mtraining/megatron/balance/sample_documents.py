@@ -17,7 +17,7 @@ import numpy as np
 
 from ...balance.plan import Samples
 from ...config import ConfigError
-from ..packed_documents import masks_documents
+from ..document_options import masks_documents
 
 
 class SampleDocuments:

@@ -9,7 +9,6 @@ from argparse import Namespace
 
 from ...errors import ConfigError
 from ...megatron.rotary_options import DROPPED, passed_on
-from ...models.megatron_gpt import ROUTING
 from .families import Model
 
 
@@ -202,6 +201,9 @@ def check_expressible(model: Model, args: Namespace, folder: str) -> None:
     if scale is not None and not math.isclose(scale, model.head_dim**-0.5, rel_tol=1e-6):
         refuse("softmax_scale", scale)
     if model.experts:
+        # Here, because it imports torch's checkpoints, which a plan's flags do not need.
+        from ...models.megatron_gpt import ROUTING
+
         layers = getattr(args, "moe_layer_freq", None)
         if layers is not None and set(layers if isinstance(layers, list) else [layers]) != {1}:
             refuse("moe_layer_freq", layers)

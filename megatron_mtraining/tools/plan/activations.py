@@ -14,7 +14,7 @@ from ...kernels.attention.backward_path import (
     ONE_PASS_TOKENS,
     is_faster_in_one_pass,
 )
-from ...megatron.packed_documents import masks_documents
+from ...megatron.document_options import masks_documents
 from .setting import Setting
 from .weights import vocabulary_parameters
 

@@ -110,7 +110,8 @@ def layouts(asked: Asked, backend: tuple[str, ...] = OURS) -> list[Layout]:
     model = [*words_of(asked.model, asked.seq), "--seq-length", str(asked.seq), *COMMON, *backend]
     ways = RECOMPUTATION if "mtraining" in backend else OF_OTHERS
     for recompute, words in ways.items():
-        args, _ = read([*model, *words, "--vocab-size", str(asked.model.vocab)])
+        # Importing Megatron would take longer than all else, and changes no flag that is here.
+        args, _ = read([*model, *words, "--vocab-size", str(asked.model.vocab)], installed=False)
         for tp, pp, cp in parallel_sizes(asked):
             with suppress(ConfigError):  # of sizes that Megatron does not take together
                 found.append(_layout(asked, args, recompute, [*backend, *words], tp, pp, cp))

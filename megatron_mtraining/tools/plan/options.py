@@ -20,8 +20,8 @@ from ...errors import short
 from ...megatron.backend import add_member
 from ...megatron.balance.options import REFUSED
 from ...megatron.checks import REFUSALS, check_settings, unset
+from ...megatron.loss_options import NEED_LOGITS
 from ...megatron.options import add_arguments
-from ...megatron.output_layer import NEED_LOGITS
 from ...megatron.rotary_options import OF_BOTH, SCALING
 
 DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
@@ -141,8 +141,11 @@ def flags_of_megatron() -> dict[str, argparse.Action]:
     return {flag: action for action in parser._actions for flag in action.option_strings}
 
 
-def parser_of_megatron() -> argparse.ArgumentParser:
+def parser_of_megatron(installed: bool = True) -> argparse.ArgumentParser:
     """A parser of the flags that a plan reads, ``--mtraining-*`` among them.
+
+    Args:
+        installed: whether defaults and choices are those of the Megatron-LM that is importable, if one is.
 
     It raises :class:`ConfigError` instead of ending the process.
     """
@@ -164,8 +167,9 @@ def parser_of_megatron() -> argparse.ArgumentParser:
     parser.add_argument("--recompute-modules", nargs="*", default=None)
     parser.add_argument("--hierarchical-context-parallel-sizes", nargs="+", type=int, default=None)
     parser.add_argument("--cp-comm-type", nargs="+", default=["p2p"])
+    of_megatron = flags_of_megatron() if installed else {}
     for action in parser._actions:
-        theirs = flags_of_megatron().get(action.option_strings[0])
+        theirs = of_megatron.get(action.option_strings[0])
         if theirs is not None:
             action.default = getattr(theirs.default, "name", theirs.default)
             if theirs.choices:
@@ -173,12 +177,13 @@ def parser_of_megatron() -> argparse.ArgumentParser:
     return add_arguments(parser)
 
 
-def read(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def read(words: list[str], installed: bool = True) -> tuple[argparse.Namespace, list[str]]:
     """Megatron's arguments, and the flags that are ignored.
 
     Args:
         words: of a command line, with or without what stands before the script's own flags (``torchrun
             ... pretrain_gpt.py``). ``--nproc-per-node`` and ``--nnodes`` before it make ``world_size``.
+        installed: of :func:`parser_of_megatron`.
 
     Raises:
         ConfigError: a flag that is refused, or that has a wrong value.
@@ -188,7 +193,7 @@ def read(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     for word in words:
         if "$" in word:
             raise ConfigError(f"{word} is a variable of a shell: give its value")
-    args, rest = parser_of_megatron().parse_known_args(words)
+    args, rest = parser_of_megatron(installed).parse_known_args(words)
     given = _given(rest)
     for name in CHECKED:
         if option(name) in given:

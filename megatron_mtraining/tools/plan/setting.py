@@ -12,8 +12,8 @@ from ...config import option as mtraining_option
 from ...errors import short
 from ...megatron.arguments import fill_in, refuse
 from ...megatron.checks import inner_group_size
+from ...megatron.loss_options import DEFAULT_CHUNK, why_not
 from ...megatron.options import config_from_args
-from ...megatron.output_layer import DEFAULT_CHUNK, why_not
 from .options import DTYPE_BYTES, FLOATS, WHOLE_NUMBERS, changed, option
 
 LARGEST_NUMBER = 10**12

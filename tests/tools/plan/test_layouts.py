@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -101,3 +103,20 @@ def test_refusals(words, said, capsys):
     except SystemExit as error:
         status = error.code
     assert status == 2 and said in capsys.readouterr().err
+
+
+def test_megatron_is_not_imported():
+    """Its import takes several times as long as the rest of the command."""
+    words = "plan layouts --hf qwen2.5-0.5b --seq 32K --gpus 4 --gpu h200".split()
+    script = (
+        "import sys; from megatron_mtraining.tools.cli import main; "
+        f"assert main({words}) == 0; print(*sys.modules)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
+    imported = run.stdout.split()
+    assert "torch" in imported
+    for name in ("megatron.core", "transformers", "torch.distributed.checkpoint"):
+        assert name not in imported

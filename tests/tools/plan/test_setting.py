@@ -13,8 +13,8 @@ from megatron_mtraining.megatron.arguments import refuse
 from megatron_mtraining.megatron.backend import add_member
 from megatron_mtraining.megatron.checks import is_from
 from megatron_mtraining.megatron.layer_pattern import HYBRID
+from megatron_mtraining.megatron.loss_options import DEFAULT_CHUNK, NEED_LOGITS
 from megatron_mtraining.megatron.options import add_arguments
-from megatron_mtraining.megatron.output_layer import DEFAULT_CHUNK, NEED_LOGITS
 from megatron_mtraining.tools.plan import activations
 from megatron_mtraining.tools.plan.activations import Layer, loss_bytes
 from megatron_mtraining.tools.plan.options import NOT_MODELLED, read
