@@ -94,6 +94,8 @@ def _lines(chart: Chart, lines: dict[str, Series], theme: str) -> Figure:
         else:
             marker = "o" if len(steps) == 1 else None
             axes.plot(steps, heights, marker=marker, label=label, linewidth=1.4)
+    if not any(any(values.values()) for values in lines.values()):
+        axes.set_ylim(0, 1)  # else zero would be in the middle
     if chart.is_share:
         axes.yaxis.set_major_formatter(ticker.PercentFormatter(1.0))
     axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))

@@ -106,17 +106,19 @@ def _of_step(events: list[Event]) -> dict[tuple[str, int], list[Interval]]:
     steps = [_ends(event) for event in steps if event.get("cat") == "user_annotation"]
     first, last = max(steps, default=(-np.inf, np.inf))
     ranges: dict[tuple, list[Interval]] = defaultdict(list)
+    streams: dict[tuple[str, int], list[Interval]] = defaultdict(list)
+    threads: dict[tuple[str, int], list[Interval]] = defaultdict(list)
     launches: dict[int, Event] = {}
     for event in events:
         kind = OF_LABEL.get(str(event.get("name")))
         if event.get("cat") == "user_annotation" and kind is not None:
             ranges[_thread(event)].append((*_ends(event), kind))
+            if first <= event["ts"] <= last:  # with the host's time between operators
+                threads["thread", int(event["tid"])].append((*_ends(event), kind))
         elif event.get("cat") in ("cuda_runtime", "cuda_driver"):
             launches[event.get("args", {}).get("correlation")] = event
     for of_thread in ranges.values():
         of_thread.sort()
-    streams: dict[tuple[str, int], list[Interval]] = defaultdict(list)
-    threads: dict[tuple[str, int], list[Interval]] = defaultdict(list)
     for event in events:
         if event.get("cat") in ON_GPU:
             args = event.get("args", {})
