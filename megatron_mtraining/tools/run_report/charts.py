@@ -31,17 +31,19 @@ class Chart(NamedTuple):
         lines: names of series, by their labels.
         is_share: shown in percent.
         smooth: whether a running mean is drawn.
+        steady: twice the median at most is shown: the first step compiles.
     """
 
     title: str
     lines: dict[str, str]
     is_share: bool = False
     smooth: bool = False
+    steady: bool = False
 
 
 CHARTS = (
     Chart("Loss (nats a token)", {"training": "loss", "evaluation": "eval_loss"}, smooth=True),
-    Chart("Seconds a step", {"": "step_s"}),
+    Chart("Seconds a step", {"": "step_s"}, steady=True),
     Chart("Tokens a second", {"": "tokens_per_s"}),
     Chart("TFLOP/s a GPU", {"": "tflops"}),
     Chart("Density (pairs that are computed)",
@@ -100,6 +102,12 @@ def _lines(chart: Chart, lines: dict[str, Series], theme: str) -> Figure:
         axes.yaxis.set_major_formatter(ticker.PercentFormatter(1.0))
     axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     axes.set_xlabel("step")
+    if chart.steady:
+        shown = np.array([height for values in lines.values() for height in values.values()])
+        top = 2 * np.median(shown)
+        if shown.max() > top:
+            axes.set_ylim(0, top)
+            axes.set_xlabel(f"step; the longest, {shown.max():.3g}, is beyond")
     axes.grid(alpha=0.5)
     if any(lines):
         axes.legend(fontsize=9)

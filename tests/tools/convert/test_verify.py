@@ -187,8 +187,14 @@ def test_arguments_that_the_model_would_be_run_without(name, value, plain, ids, 
     assert convert("megatron-to-hf", checkpoint, tmp_path / "back") == 2
 
 
+@pytest.fixture
+def no_megatron_lm(monkeypatch):
+    """As where it cannot be imported; packages of megatron-core from 0.19 on have it."""
+    monkeypatch.setattr(module, "megatron_training", lambda: None)
+
+
 @pytest.mark.parametrize("experts", ["qwen3 moe, not normed"])
-def test_models_with_experts(experts, ids, tmp_path, capsys):
+def test_models_with_experts(experts, ids, tmp_path, capsys, no_megatron_lm):
     """On every version: routers of Megatron-Core 0.16 used to need Transformer Engine."""
     folder = save(experts, tmp_path / "hf")
     assert convert("hf-to-megatron", folder, tmp_path / "meg") == 0
@@ -196,7 +202,9 @@ def test_models_with_experts(experts, ids, tmp_path, capsys):
     assert "whether a Megatron-LM does was not checked" in capsys.readouterr().out
 
 
-def test_rotary_positions_that_a_short_text_does_not_show(ids, tmp_path, monkeypatch, capsys):
+def test_rotary_positions_that_a_short_text_does_not_show(
+    ids, tmp_path, monkeypatch, capsys, no_megatron_lm
+):
     """A factor of Llama 3.2's that is lost on the way to the model."""
     folder = save("llama 3", tmp_path / "hf", rope_parameters={**LLAMA3, "factor": 32.0})
     assert convert("hf-to-megatron", folder, tmp_path / "meg") == 0
