@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""The commands of ``four.py``, with how long they take."""
+"""The commands of ``one_host.py``, with how long they take."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ..layer.ring_cases import LENGTHS, PRICED, host_cases
+from ..layer.ring_cases import CASES, LENGTHS, PRICED, host_cases
 from ..lib.workloads import BLOCK
 from ..model.layouts import LAYOUTS, ONE
 from ..sparsebalance.ranks import MODES
@@ -48,9 +48,13 @@ class Job(NamedTuple):
 
 # What is measured.
 
-LAYER_SECONDS = {128 * K: (270, 110, 220), 256 * K: (300, 130, None), 512 * K: (340, 200, 260)}
-"""On four GPUs: of what is compared with dense rings, of the pruned backward of all pairs, of a plain ring. A
-run of all settings would not end in a call: the kernels of each are compiled first."""
+LAYER_SECONDS = {
+    128 * K: (270, 110, 220), 256 * K: (300, 130, None), 512 * K: (340, 200, 260),
+    1024 * K: (600, None, 400), 2048 * K: (900, None, None),
+}  # fmt: skip
+"""On four GPUs: of what is compared with dense rings (at 2M tokens without them), of the pruned backward of
+all pairs, of a plain ring. A run of all settings would not end in a call: the kernels of each are compiled
+first."""
 DENSE, KEPT = "dense", "output kept"
 SPARSE, PRICE = "1000 columns, 100 diagonals", f"price at {PRICED:.1%}"
 SETTINGS = {
@@ -70,7 +74,8 @@ STEPS = {
     512 * K: {SPARSE: (7.5, 8, 2, 2), PRICE: (15.4, 7, 2, 2), DENSE: (94, 3, 1, 0), KEPT: (75, 3, 1, 0),
               "all pairs": (70, 3, 1, 0)},
     256 * K: {DENSE: (25, 6, 2, 0), SPARSE: (3.7, 10, 3, 0), PRICE: (6, 9, 3, 0)},
-    1024 * K: {SPARSE: (19, 5, 2, 0), PRICE: (50, 4, 2, 0)},
+    1024 * K: {SPARSE: (19, 5, 2, 0), PRICE: (50, 4, 2, 0), KEPT: (300, 2, 1, 0)},
+    2048 * K: {SPARSE: (50, 5, 2, 0), PRICE: (200, 3, 2, 0)},
 }  # fmt: skip
 """By tokens and setting: seconds of a step on four GPUs, steps, steps of warm-up, and profiled ones."""
 FEW_LAYOUTS = {
@@ -99,33 +104,52 @@ def _job(
     )
 
 
+def _inner_rings(gpus: int) -> list[int]:
+    """Sizes of inner rings between single ranks and all of them."""
+    return [size for size in range(2, gpus) if gpus % size == 0]
+
+
 def layer_jobs(options) -> Iterator[Job]:
-    """Jobs of ``layer`` and ``balance``: a length and a group of settings each, others' dense rings in the
-    same run as ours of all pairs. Over a plain ring, rounds are single ranks' keys."""
+    """Jobs of ``layer``, ``balance`` and ``slow``: a length and a group of settings each, others' dense rings
+    in the same run as ours of all pairs. Over a plain ring, rounds are single ranks' keys."""
     run = f"-m torch.distributed.run --standalone --nproc-per-node {options.gpus} -m benchmarks.layer.rings "
     run += f"--shape {'2 1 64' if options.tiny else '16 2 128'} --device {options.device}"
-    levels = "--inner 0 2" if options.gpus >= 4 else "--inner 0"
-    for seq in LENGTHS[:1] if options.toy else LENGTHS:
+    levels = " ".join(map(str, ("--inner 0", *_inner_rings(options.gpus))))
+    shortest, longest = (64, 256) if options.gpus > 4 else (0, 512 / options.gpus)  # of a GPU, in K
+    lengths = [seq for seq in LENGTHS if shortest <= seq / K / options.gpus <= longest]
+
+    def job(stage: str, seq: int, name: str, how: str, cases: list[str], seconds: float) -> Job:
+        words = ["--case", *cases, *(["--seq", options.toy] if options.toy else [])]
+        return _job(
+            options, stage, f"{(options.toy or seq) // K}K, {name}", seconds_of(options, seconds, 40),
+            f"{run} {how}", words, "rings.jsonl",
+        )  # fmt: skip
+
+    for seq in lengths[:1] if options.toy else lengths:
         cases = host_cases(seq)
         dense = [case for case in cases if case.slash == seq]
         pruned = [case for case in dense if case.threshold]
+        whole = [case for case in cases if case not in (dense if seq > 1024 * K else pruned)]
         compared = (
             f"{levels} --dense-once --budget {0.5 if options.rehearse else 6 * (not options.tiny)}"
         )
         groups = [
-            ("layer", "side by side", compared, [case for case in cases if case not in pruned]),
+            ("layer", "side by side", compared, whole),
             ("layer", "all pairs pruned", compared, pruned),
             ("balance", "a ring of single ranks", "--inner 1 --impl mtraining --budget 0",
              [case for case in cases if case not in dense]),
         ]  # fmt: skip
         for (stage, name, how, some), seconds in zip(groups, LAYER_SECONDS[seq]):
             if seconds is not None:
-                words = ["--case", *(case.name for case in some)]
-                words += ["--seq", options.toy] if options.toy else []
-                yield _job(
-                    options, stage, f"{(options.toy or seq) // K}K, {name}",
-                    seconds_of(options, seconds, 40), f"{run} {how}", words, "rings.jsonl",
-                )  # fmt: skip
+                yield job(stage, seq, name, how, [case.name for case in some], seconds)
+    half = options.gpus // 2
+    if half > 1 and options.device == "cuda":
+        slow = [case.name for case in CASES if case.slow_link and case.seq == 512 * K]
+        slow += [case.name for case in host_cases(512 * K) if case.price and not case.threshold]
+        yield job(
+            "slow", 512 * K, f"two hosts of {half}", f"--inner 1 {half} --impl mtraining "
+            f"--emulate-hosts {half} --budget {0.5 if options.rehearse else 6}", slow, 300,
+        )  # fmt: skip
 
 
 def step_jobs(options) -> Iterator[Job]:
@@ -137,6 +161,8 @@ def step_jobs(options) -> Iterator[Job]:
         yield Job("steps", "data", 60, words, "")
     for full, settings in STEPS.items():
         seq, each = options.toy or full, full // options.gpus
+        if each < 32 * K and not options.toy:  # too short for so many GPUs
+            continue
         for setting, (seconds, steps, warm_up, profiled) in settings.items():
             dense = setting in (DENSE, KEPT)
             if (dense and not options.has_te) or each > (128 if dense else 256) * K:
@@ -166,6 +192,37 @@ def step_jobs(options) -> Iterator[Job]:
                 seconds_of(options, seconds * steps + COMPILES * (not dense)), run, words,
                 "pretrain.jsonl", needs=None if options.toy else "data",
             )  # fmt: skip
+
+
+def larger_jobs(options) -> Iterator[Job]:
+    """On eight GPUs or more: Qwen2.5-7B's shape at 256K tokens by its recipe, and Qwen3-8B's at 1M in
+    transformers, whose dense steps would not end in a call: those are of two layers."""
+    if options.toy or options.gpus < 8:
+        return
+    run = f"-m benchmarks.model.pretrain run {shlex.quote(str(options.megatron))} --gpus {options.gpus} "
+    run += f"--script {EXAMPLES / 'qwen2.5-7b-256k' / 'run.sh'} --memory-interval --global-batch-size 1 "
+    for setting, (seconds, steps, warm_up) in {
+        SPARSE: (5, 10, 3),
+        PRICE: (8, 9, 3),
+        KEPT: (25, 6, 2),
+    }.items():
+        numbers = dict(columns=1000, diagonals=100, cap=slash_cap(256 * K))
+        words = shlex.split(SETTINGS[setting].format(**numbers))
+        words += ["--iterations", steps, "--warm-up", warm_up]
+        words += ["--data", options.scratch / "data" / "text"]
+        if setting != KEPT or options.has_te:
+            yield _job(
+                options, "steps", f"7B, 256K, {setting}", seconds_of(options, 2 * seconds * steps + COMPILES),
+                run, words, "pretrain.jsonl", needs="data",
+            )  # fmt: skip
+    run = f"-m torch.distributed.run --standalone --nproc-per-node {options.gpus} "
+    run += "-m benchmarks.model.sequences --shape qwen3-8b --lengths 1M --steps 3 "
+    for name, words in {
+        "8B, 1M, 1000 columns, 600 diagonals": "--settings vertical=1000,slash=600",
+        "8B, 1M, two layers, dense and sparse": "--layers 2 --settings dense vertical=1000,slash=600",
+    }.items():
+        yield _job(options, "transformers", name, seconds_of(options, 700), run + words, [],
+                   "sequences.jsonl")  # fmt: skip
 
 
 def balancer_jobs(options) -> Iterator[Job]:
@@ -215,8 +272,8 @@ def parity_jobs(options) -> Iterator[Job]:
         )  # fmt: skip
 
 
-STAGES = ("layer", "balance", "steps", "sparsebalance", "parity")
-MAKERS = (layer_jobs, step_jobs, balancer_jobs, parity_jobs)
+STAGES = ("layer", "balance", "slow", "steps", "transformers", "sparsebalance", "parity")
+MAKERS = (layer_jobs, step_jobs, larger_jobs, balancer_jobs, parity_jobs)
 
 
 def jobs_of(options) -> list[Job]:

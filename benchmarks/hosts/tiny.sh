@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-# A model of two layers on CPU tensors, to try the benchmarks of whole steps: "benchmarks.hosts.four --tiny".
+# A model of two layers on CPU tensors, to try the benchmarks of whole steps: "benchmarks.hosts.one_host --tiny".
 #
 #   benchmarks/hosts/tiny.sh /path/to/Megatron-LM [MORE MEGATRON ARGUMENTS]
 #

@@ -79,7 +79,7 @@ PRICED = 0.145
 """The density at which policy price loses at most 0.5% after training (docs/frontier.md)."""
 THRESHOLD = 3.0
 """Of the pruned backward."""
-LENGTHS = (131072, 262144, 524288)
+LENGTHS = (131072, 262144, 524288, 1048576, 2097152)
 """Tokens of one host's table."""
 
 

@@ -32,11 +32,12 @@ next at once.
 another, as in the other times, leave the host no lead, and short ones wait for it; in a model it has one from
 the other layers' work. Without those of more than 50 ms, where it makes no difference; null on CPUs.
 
-``--emulate-hosts`` makes NCCL believe that every two ranks are a host of their own, so that it uses sockets
-between them: a slow network, on one machine. Three cases are for such links, dense enough that a round's
-kernels take about as long as its transfers there: they run with this option, or if ``--case`` names them.
-Two GPUs are enough for it: ranks of different "hosts" then share a GPU, each at a part of its speed (start
-MPS, ``nvidia-cuda-mps-control -d``, or they take turns at it); rows say so in ``ranks_per_gpu``.
+``--emulate-hosts`` makes NCCL believe that every two ranks (or N, with ``--emulate-hosts N``) are a host of
+their own, so that it uses sockets between them: a slow network, on one machine. Three cases are for such
+links, dense enough that a round's kernels take about as long as its transfers there: they run with this
+option, or if ``--case`` names them. Two GPUs are enough for it: ranks of different "hosts" then share a GPU,
+each at a part of its speed (start MPS, ``nvidia-cuda-mps-control -d``, or they take turns at it); rows say so
+in ``ranks_per_gpu``.
 
 Rows go to ``results/rings.jsonl``. What runs a layer is in ``ring_runs.py``, how it is timed in
 ``ring_times.py``; here are the cases and the rows.
@@ -78,7 +79,8 @@ SHOWN = (
     "imbalance_worker", "imbalance_step", "peak_gib", "queued",
 )  # fmt: skip
 """Of a row, on the screen."""
-RANKS_A_HOST = 2  # of an emulated one
+RANKS_A_HOST = 2
+"""Of an emulated one, if ``--emulate-hosts`` says no other number."""
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """Megatron wants 1 of them, which sets what can overlap: so does this, unless the environment has it."""
 
@@ -231,12 +233,15 @@ def parse(words: list[str] | None = None) -> tuple[argparse.Namespace, list[Case
     parser.add_argument("--budget", type=float, default=15, help="seconds a case, about")
     parser.add_argument(
         "--emulate-hosts",
-        action="store_true",
-        help="every two ranks are a host; cases for slow links run too",
+        type=int,
+        nargs="?",
+        const=RANKS_A_HOST,
+        metavar="N",
+        help="every N ranks (2) are a host; cases for slow links run too",
     )
     parser.add_argument("--list", action="store_true", help="print the cases' names and stop")
     options = parser.parse_args(words)
-    cases = cases_for(options.case, options.emulate_hosts)
+    cases = cases_for(options.case, bool(options.emulate_hosts))
     if options.list:
         print("\n".join(listed(case) for case in (cases if options.case else CASES)))
         parser.exit()
@@ -262,12 +267,13 @@ def parse(words: list[str] | None = None) -> tuple[argparse.Namespace, list[Case
             parser.error(f"--inner {inner}: 0, or a divisor of {world} ranks")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no GPU here; try --device cpu --seq 2048 --shape 4 2 64")
-    if options.emulate_hosts and (options.device == "cpu" or world % RANKS_A_HOST):
-        parser.error(f"--emulate-hosts needs GPUs, and ranks in groups of {RANKS_A_HOST}")
-    if options.emulate_hosts and world == RANKS_A_HOST:
-        parser.error(f"--emulate-hosts with {world} ranks is one host: use 4 ranks or more")
+    of_host = options.emulate_hosts
+    if of_host is not None and (options.device == "cpu" or of_host < 2 or world % of_host):
+        parser.error(f"--emulate-hosts {of_host} needs GPUs, and ranks in groups of 2 or more")
+    if world == of_host:
+        parser.error(f"--emulate-hosts {of_host} with {world} ranks is one host: use twice as many")
     local, gpus = ranks_and_gpus(options.device)
-    if gpus < (RANKS_A_HOST if options.emulate_hosts else local):
+    if gpus < (of_host or local):
         parser.error(
             f"{local} ranks on {gpus} GPU(s): NCCL takes one rank of a host for each; start as many ranks as "
             f"there are GPUs, or with --emulate-hosts and {RANKS_A_HOST} GPUs"
@@ -285,9 +291,10 @@ LONG = 120.0
 """A case that takes more seconds prints where each rank is: one may wait for another that never comes."""
 
 
-def emulate_hosts() -> None:
-    """Before NCCL starts: ranks of different "hosts" reach each other over the loopback's sockets only."""
-    os.environ["NCCL_HOSTID"] = f"emulated-{int(os.environ['RANK']) // RANKS_A_HOST}"
+def emulate_hosts(ranks: int) -> None:
+    """Before NCCL starts: every so many ranks are a host. Those of different ones reach each other over the
+    loopback's sockets only."""
+    os.environ["NCCL_HOSTID"] = f"emulated-{int(os.environ['RANK']) // ranks}"
     os.environ["NCCL_SOCKET_IFNAME"] = "lo"
     os.environ["NCCL_IB_DISABLE"] = "1"
     # Several connections between two ranks: one alone is slower than any network that trains models.
@@ -298,7 +305,7 @@ def emulate_hosts() -> None:
 def connect(options) -> Setting:
     """Start the process group."""
     if options.emulate_hosts:
-        emulate_hosts()
+        emulate_hosts(options.emulate_hosts)
     if options.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     else:
@@ -328,7 +335,7 @@ def main() -> None:
         except ValueError as error:
             sys.exit(str(error))
         hop = hop_gb_s(setting, 2**26 if options.device == "cuda" else 2**20)
-        hosts = setting.world // RANKS_A_HOST if options.emulate_hosts else 1
+        hosts = setting.world // (options.emulate_hosts or setting.world)
         local, gpus = ranks_and_gpus(options.device)
         common = dict(
             hosts=hosts,

@@ -125,7 +125,7 @@ def command(options, folder: Path) -> tuple[list[str], dict[str, str]]:
         folder: an empty one, for as long as the run takes.
     """
     ours, recipe = options.attention == "mtraining", options.script is not None
-    environment = dict(ATTENTION=options.attention, ITERATIONS=str(options.iterations))
+    environment = dict(ATTENTION=options.attention, ITERATIONS=str(options.iterations), NODES="1")
     for name in ("vertical", "slash", "gpus"):  # fixed budgets in place of a price
         if getattr(options, name) is not None:
             environment[name.upper()] = str(getattr(options, name))

@@ -21,7 +21,7 @@ def options(row: Row) -> str:
 
 
 def texts(over: dict[str, float]) -> str:
-    return ", ".join(cell("{x:over}", x=over[text]) for text in ("code", "book", "speech"))
+    return ", ".join(cell("{x:–over}", x=over.get(text)) for text in ("code", "book", "speech"))
 
 
 def of_sparse(text: str | Callable[[Row], str]) -> Callable[[Row], str]:

@@ -1,5 +1,5 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""``benchmarks.hosts.four`` and runs of training: rows that count, and what losses are compared with."""
+"""``benchmarks.hosts.one_host`` and runs of training: rows that count, and what losses are compared with."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from benchmarks.hosts import four
+from benchmarks.hosts import one_host
 from benchmarks.hosts.host_jobs import Job, jobs_of, slash_cap
 from benchmarks.lib import jobs as lib_jobs
 from benchmarks.model import layouts
@@ -25,7 +25,7 @@ def options(tmp_path):
     (tmp_path / "Megatron-LM/pretrain_gpt.py").touch()
     (tmp_path / "out").mkdir()
     words = ["--megatron", tmp_path / "Megatron-LM", "--output-folder", tmp_path / "out", "--list"]
-    found = four.parse(list(map(str, words)))
+    found = one_host.parse(list(map(str, words)))
     found.has_te, found.local = True, False
     return found
 
@@ -35,7 +35,11 @@ def test_jobs_have_names_of_their_own_and_come_after_what_they_need(options):
     assert len(names) == len(set(names)) > 40
     for at, job in enumerate(jobs_of(options)):
         assert job.needs is None or (job.stage, job.needs) in names[:at]
-    options.job = ["512K, dense"]
+    options.gpus = 8
+    eight = {job.name for job in jobs_of(options)}
+    assert {"2048K, side by side", "512K, two hosts of 4", "7B, 256K, output kept"} <= eight
+    assert not any(name.startswith("128K") for name in eight)
+    options.gpus, options.job = 4, ["512K, dense"]
     assert [job.name for job in jobs_of(options)] == ["data", "512K, dense"]
 
 
@@ -52,7 +56,7 @@ def test_it_goes_on_after_a_failure_and_in_the_next_call(options, capsys):
 
     row = json.dumps(dict(name="a row")) + "\n"
     writes = f"open({str(options.output_folder / 'rows.jsonl')!r}, 'a').write({row!r})"
-    states = four.States(options, HERE)
+    states = one_host.States(options, HERE)
     todo = [
         fake("good", writes),
         fake("bad", "raise ValueError('no such thing')"),
@@ -63,7 +67,7 @@ def test_it_goes_on_after_a_failure_and_in_the_next_call(options, capsys):
     ]
     deadline = lib_jobs.Deadline(None, 1.0)
     deadline.end = time.monotonic() + 300
-    four.run_all(todo, states, deadline)
+    one_host.run_all(todo, states, deadline)
     found = [states.status(job) for job in todo]
     assert found == ["done", "failed", "missing", "missing", "failed", "done"]
     why = [states.of(todo[at])[-1]["why"] for at in (1, 4)]
@@ -71,21 +75,21 @@ def test_it_goes_on_after_a_failure_and_in_the_next_call(options, capsys):
     # The next call has more time; what has failed is not run again.
     capsys.readouterr()
     deadline.end = time.monotonic() + 3000
-    four.run_all(todo, states, deadline)
+    one_host.run_all(todo, states, deadline)
     assert capsys.readouterr().out.count("layer: ") == 1 and states.status(todo[2]) == "done"
-    assert four.show(todo, states, True) == 1
+    assert one_host.show(todo, states, True) == 1
     # What another GPU or commit has done does not count, unless it is said to.
-    assert four.States(options, dict(HERE, gpu="another")).status(todo[0]) == "missing"
-    later = four.States(options, dict(HERE, commit="later"))
+    assert one_host.States(options, dict(HERE, gpu="another")).status(todo[0]) == "missing"
+    later = one_host.States(options, dict(HERE, commit="later"))
     assert later.status(todo[0]) == "missing"
     options.commit = ["abc"]
     assert later.status(todo[0]) == "done"
 
 
 def test_a_job_that_does_not_end_is_stopped(options):
-    states = four.States(options, HERE)
+    states = one_host.States(options, HERE)
     job = Job("layer", "long", 1.0, ["-c", "import time; time.sleep(60)"], "")
-    four.run([job], states, time.monotonic() + 1)
+    one_host.run([job], states, time.monotonic() + 1)
     assert states.status(job) == "missing" and states.of(job)[-1]["status"] == "stopped"
     assert states.seconds(job) == pytest.approx(1.5 * states.of(job)[-1]["seconds"])
 

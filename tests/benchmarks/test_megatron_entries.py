@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks.hosts import four
+from benchmarks.hosts import one_host
 from benchmarks.lib import jobs, record
 from benchmarks.model import conversations, long, sft
 from tests.support.convert_cases import save
@@ -110,9 +110,9 @@ def test_all_stages_of_one_host(megatron, checkout, tmp_path, capsys):
     out = tmp_path / "out"
     words = ["--output-folder", str(out), "--scratch", str(tmp_path / "scratch"), "--gpus", "2"]
     words += ["--device", "cpu", "--tiny", "--megatron", str(megatron)]
-    four.main(words)
+    one_host.main(words)
     said = capsys.readouterr().out
-    log = (out / four.LOG).read_text()
+    log = (out / one_host.LOG).read_text()
     assert "0 of 10 jobs are missing" in said and "failed" not in said, said + log[-6000:]
     pruned = [row for row in jobs.read(out / "rings.jsonl") if row["backward_threshold"]]
     # A mean over ranks, which have not quite the same number of pairs.
@@ -126,5 +126,5 @@ def test_all_stages_of_one_host(megatron, checkout, tmp_path, capsys):
     losses = {row["layout"]: row for row in jobs.read(out / "layouts.jsonl")}
     assert losses["CP 1, again"]["equal"] and losses["CP 2"]["within"]
     before = {path: path.read_bytes() for path in out.iterdir()}
-    four.main(words)
+    one_host.main(words)
     assert before == {path: path.read_bytes() for path in out.iterdir()}

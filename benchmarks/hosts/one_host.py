@@ -2,18 +2,22 @@
 r"""Everything that is measured on one host of several GPUs, in calls of ten minutes: a list of commands.
 
     MEGATRON_LM_PATH=/path/to/Megatron-LM \
-        python -m benchmarks.hosts.four --minutes 9.5 --output-folder FOLDER [--stage NAME ...] [--gpus 4]
+        python -m benchmarks.hosts.one_host --gpus 4 --minutes 9.5 --output-folder FOLDER [--stage NAME ...]
     ... --list          # what is done, what has failed and what is missing, with the commands
     ... --rehearse      # a short run of each stage on GPUs: at toy lengths, no measurements
     ... --device cpu --tiny     # the same over gloo, of toy models
 
 Stages:
 
-- ``layer``: one layer, search, forward and backward, at 128K, 256K and 512K tokens: fixed budgets, policy
-  price at the frontier's density, with a pruned backward, all pairs, beside dense rings of others in the same
-  run (``layer.rings``, ``rings.jsonl``).
-- ``balance``: kernel times by rank and round of a plain ring, at 128K and 512K (``rounds_ms`` of its rows).
-- ``steps``: whole steps of Qwen2.5-3B's shape, 128K to 1M tokens, sparse and dense (``model.pretrain``).
+- ``layer``: one layer, search, forward and backward, at 128K, 256K and 512K tokens, on eight GPUs at 512K, 1M
+  and 2M: fixed budgets, policy price at the frontier's density, with a pruned backward, all pairs, beside
+  dense rings of others in the same run (``layer.rings``, ``rings.jsonl``); keys of all ranks at once, and
+  inner rings of each size.
+- ``balance``: kernel times by rank and round of a plain ring (``rounds_ms`` of its rows).
+- ``slow``: a layer over two emulated hosts of half of the GPUs each, as one ring and as two inner rings.
+- ``steps``: whole steps of Qwen2.5-3B's shape, 128K to 2M tokens, sparse and dense, and of Qwen2.5-7B's at
+  256K (``model.pretrain``).
+- ``transformers``: steps of Qwen3-8B's shape at 1M tokens (``model.sequences``, ``sequences.jsonl``).
 - ``sparsebalance``: steps over data-parallel ranks on a mixed set, in each mode of the balancer
   (``sparsebalance.ranks``, ``sparsebalance.jsonl``).
 - ``parity``: losses over layouts of ranks, and of repeated runs (``model.layouts``, ``layouts.jsonl``).
@@ -251,7 +255,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--stage", nargs="+", choices=STAGES, default=list(STAGES))
     add("--job", nargs="+", metavar="TEXT",
         help="only jobs with one of these in their names, and those that they need")  # fmt: skip
-    add("--gpus", type=int, choices=(2, 4), default=4)
+    add("--gpus", type=int, default=4, metavar="N", help="an even number (%(default)s)")
     add("--list", action="store_true", help="print the state of each job and its command, and stop")
     add("--commit", nargs="+", default=[], metavar="COMMIT",
         help="rows of these commits count, too: what is measured has not changed since")  # fmt: skip
@@ -269,6 +273,8 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
         help="datasets and checkpoints that jobs share (%(default)s)")  # fmt: skip
     options = parser.parse_args(words)
     options.refuse = parser.error
+    if options.gpus < 2 or options.gpus % 2:
+        parser.error(f"--gpus {options.gpus}: use 2 or another even number")
     options.toy = 1024 if options.tiny else 16384 if options.rehearse else 0
     for name in ("output_folder", "scratch", "megatron", "balance_weights", "balance_cache"):
         if getattr(options, name):
@@ -308,7 +314,9 @@ def probe(options) -> dict:
         [sys.executable, "-c", PROBE], cwd=record.ROOT, env=settings, capture_output=True, text=True
     )
     if found.returncode:
-        sys.exit(f"four.py: torch cannot be asked for GPUs: {reason(found.stderr.splitlines())}")
+        sys.exit(
+            f"one_host.py: torch cannot be asked for GPUs: {reason(found.stderr.splitlines())}"
+        )
     return dict(json.loads(found.stdout.splitlines()[-1]), command=record.command())
 
 
@@ -320,7 +328,7 @@ def main(words: list[str] | None = None) -> None:
     count, on_gpu = here.pop("count"), options.device == "cuda"
     if on_gpu and count < options.gpus and not options.list:
         options.refuse(
-            f"--gpus {options.gpus}, but there are {count}: give --gpus 2, or --device cpu --tiny"
+            f"--gpus {options.gpus}, but there are {count}: give fewer, or --device cpu --tiny"
         )
     options.has_te = on_gpu and record.installed("transformer-engine") != "none"
     options.local = on_gpu and not options.has_te
