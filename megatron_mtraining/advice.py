@@ -85,10 +85,11 @@ def warnings_of(
             f"budgets ({option('vertical')}, {option('slash')})"
         )
     if target is not None and step >= SETTLED and recall < target - MISSED:
-        found["recall"] = (
-            f"recall is {recall:.4f}, and {option('target_recall')} {target:g}: a bound keeps it there. "
-            f"Raise {caps}, or lower the target"
-        )
+        if capped == 0:
+            why = f"prices have not reached it yet: start from a lower {option('price')}, or go on"
+        else:
+            why = f"a bound keeps it there. Raise {caps}, or lower the target"
+        found["recall"] = f"recall is {recall:.4f}, and {option('target_recall')} {target:g}: {why}"
     elif capped is not None and capped >= CAPPED:
         found["capped"] = (
             f"{capped:.1%} of the heads have as many columns or slashes as a cap lets them: where recall is "

@@ -24,6 +24,10 @@ IN_NSYS = "NSYS_PROFILING_SESSION_ID" in os.environ
 """Whether Nsight Systems has started this process: it knows NVTX ranges alone."""
 
 
+MOST = 100_000
+"""Calls of a step at most."""
+
+
 class Times:
     """Times of the labelled calls of this process, forward and backward, while ``on``: by CUDA events where
     CUDA is in use, else by a clock. Nothing waits for the device until :meth:`take`."""
@@ -38,6 +42,7 @@ class Times:
         start = _now()
         yield
         self._calls.append((name, start, _now()))
+        self.on = self.on and len(self._calls) < MOST  # the step has not ended: an error has
 
     def of_ring(self, name: str, number: int | None = None) -> AbstractContextManager:
         """A ``Ring.trace`` that times the ring's waits."""

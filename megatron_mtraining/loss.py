@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .cp_group import ProcessGroup, RankGroup
 from .kernels.loss import cross_entropy_gradient, cross_entropy_rows
-from .labels import labelled
+from .labels import LOSS_BACKWARD, LOSS_FORWARD, labelled
 from .tensors import check_values, own_context
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -108,7 +108,7 @@ def linear_cross_entropy(
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    @labelled("loss forward")
+    @labelled(LOSS_FORWARD)
     def forward(ctx, hidden, weight, labels, chunk, tp_group, scale, gradient_buffer):
         ranks = RankGroup(tp_group)
         first_token = ranks.rank * len(weight)
@@ -133,7 +133,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    @labelled("loss backward")
+    @labelled(LOSS_BACKWARD)
     def backward(ctx, grad):
         if (within := own_context(grad.device)) is not None:
             with within:

@@ -294,7 +294,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     if options.megatron is None and set(options.stage) & {"steps", "sparsebalance", "parity"}:
         parser.error(
             "steps, sparsebalance and parity need a Megatron-LM checkout: set MEGATRON_LM_PATH, or give "
-            "--megatron, or leave them out: --stage layer balance"
+            "--megatron, or leave them out: --stage layer balance slow transformers"
         )
     needed = [options.megatron and options.megatron / "pretrain_gpt.py", options.balance_cache,
               options.balance_weights and options.balance_weights / "megatron_args.sh"]  # fmt: skip

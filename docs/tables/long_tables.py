@@ -101,11 +101,24 @@ def _figures(name: str, policy: str) -> dict[str, Callable[[], str]]:
     }
 
 
+def _before(name: str, samples: str) -> str:
+    """Right answers of the model before training."""
+    row = one("dense")
+    found = row["before"][name]
+    if isinstance(found, dict):
+        found = sum(task["right"] for task in found.values()) / len(found)
+    return f"{round(found * row[samples])} of {row[samples]}"
+
+
 FIGURES = {
     **_figures("target", "target@0.95"),
     **_figures("anneal", "schedule@anneal"),
     "long_steps": lambda: str(one("dense")["steps"]),
     "long_gpus": lambda: cell("{gpus} {gpu:gpu}", one("dense")),
+    "long_dense_needle": lambda: right(one("dense"), "needle", "needles"),
+    "long_dense_ruler": lambda: right(one("dense"), "ruler", "ruler_samples"),
+    "long_before_needle": lambda: _before("needle", "needles"),
+    "long_before_ruler": lambda: _before("ruler", "ruler_samples"),
     "long_before": lambda: f"{one('dense')['before']['loss']['all']:.3f}",
     "long_after": lambda: f"{one('dense')['loss']['all']:.3f}",
 }

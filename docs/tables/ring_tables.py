@@ -21,7 +21,7 @@ def is_of_four(row: Row) -> bool:
 
 
 def _is_of_hosts(row: Row) -> bool:
-    """Whether ``benchmarks.hosts.one_host`` has measured a row."""
+    """Whether ``benchmarks.hosts.one_host`` has measured a row on four GPUs."""
     return is_of_four(row) and "--shape" in row["command"]
 
 

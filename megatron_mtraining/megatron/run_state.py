@@ -40,7 +40,7 @@ class RunState:
         computed: the share of attention's dense operations that logged steps computed; 1 before the first.
         has_attention: whether an attention was built in this process.
         has_run_dense: whether dense attention has run, so that its kernels are compiled.
-        warned: names of the warnings (:func:`.density.warnings_of`) that this run has printed.
+        warned: names of the warnings (:func:`..advice.warnings_of`) that this run has printed.
         meters: of density, one for each layer that there is (:mod:`.density`).
     """
 

@@ -24,12 +24,14 @@ PARTS = {
 
 
 class StepTimes(NamedTuple):
-    """Milliseconds of a step on the slowest rank of each part.
+    """Milliseconds of a step on the slowest rank of each part; 0 of what was not timed, such as Megatron's
+    own loss.
 
     Attributes:
         search, attention, loss: of all layers and microbatches; attention forward and backward.
         exposed: in which attention waits for keys, values or their gradients; part of ``attention``.
-        imbalance: search and attention of the slowest rank over the mean of the ranks that have some.
+        imbalance: attention without these waits, of the slowest rank over the mean of the ranks that have
+            some: in ``attention`` itself, ranks of a ring that wait for each other are alike.
     """
 
     search: float
@@ -39,14 +41,14 @@ class StepTimes(NamedTuple):
     imbalance: float
 
     def __str__(self) -> str:
-        return (
-            f"search {self.search:.4g} ms, attention {self.attention:.4g} ms (max/mean {self.imbalance:.3f}, "
-            f"exposed communication {self.exposed:.4g} ms), loss {self.loss:.4g} ms"
-        )
+        attention = f"attention {self.attention:.4g} ms (max/mean {self.imbalance:.3f}"
+        attention += f", exposed communication {self.exposed:.4g} ms)" if self.exposed else ")"
+        parts = [f"search {self.search:.4g} ms"] * bool(self.search) + [attention]
+        return ", ".join(parts + [f"loss {self.loss:.4g} ms"] * bool(self.loss))
 
     def figures(self) -> dict[str, float]:
         """What TensorBoard and W&B get, by name."""
-        named = {f"{name}-ms": value for name, value in zip(PARTS, self)}
+        named = {f"{name}-ms": value for name, value in zip(PARTS, self) if value}
         named["attention-max-over-mean"] = self.imbalance
         return {f"mtraining-time/{name}": value for name, value in named.items()}
 
@@ -54,7 +56,7 @@ class StepTimes(NamedTuple):
 def time_step(cp: CPGroup) -> None:
     """Called before attention in training: times the step if it will be logged. Not the first of a process,
     which compiles; nor other training loops, which have no log."""
-    if TIMES.on or not (is_active(training_arguments()) and RUN.logged and RUN.step_is_logged()):
+    if not (is_active(training_arguments()) and RUN.logged and RUN.step_is_logged()):
         return
     TIMES.on = True
     ring = ring_of(cp)
@@ -66,11 +68,11 @@ def take_times() -> StepTimes | None:
     timed."""
     found, ranks = TIMES.take(), RankGroup.everyone()
     own = [sum(found.get(label, 0.0) for label in named) for named in PARTS.values()]
-    own.append(own[0] + own[1])
+    own.append(max(own[1] - own[3], 0.0))
     slowest = torch.tensor(own, device=ranks.device)
     total = torch.stack((slowest[-1], (slowest[-1] > 0).float()))
-    search, attention, loss, exposed, both = ranks.all_reduce(slowest, "max").tolist()
+    search, attention, loss, exposed, alone = ranks.all_reduce(slowest, "max").tolist()
     summed, count = ranks.all_reduce(total).tolist()
     if not count:
         return None
-    return StepTimes(search, attention, loss, exposed, both * count / summed)
+    return StepTimes(search, attention, loss, exposed, alone * count / summed)

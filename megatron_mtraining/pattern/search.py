@@ -18,7 +18,7 @@ from torch import Tensor
 from ..config import DENSE, MTrainingConfig, Policy
 from ..cp_group import CPGroup
 from ..kernels.types import SampledRows
-from ..labels import labelled
+from ..labels import SEARCH, labelled
 from ..layout import check_layout
 from ..visibility import VisibleRanges
 from .block_list_index import BlockListIndex
@@ -30,7 +30,7 @@ from .selectors.price import PriceSelector
 from .vertical_slash_index import VerticalSlashIndex, full_index
 
 
-@labelled("pattern search")
+@labelled(SEARCH)
 def search_pattern(
     query: Tensor,
     key: Tensor,

@@ -24,7 +24,7 @@ from ..kernels import attention as kernels
 from ..kernels.attention import BackwardInputs, ForwardInputs, RoundKeys, StepKeys
 from ..kernels.attention.operands import unit_stride
 from ..kernels.types import BackwardPath, Round
-from ..labels import labelled
+from ..labels import BACKWARD, FORWARD, labelled
 from ..pattern.vertical_slash_index import PatternIndex
 from ..tensors import own_context
 from .pruning import BackwardPruning, Marking, PrunedPattern
@@ -89,8 +89,7 @@ class KeysAndValues:
     def current(self) -> tuple[Tensor, Tensor]:
         """Keys and values of this round; later work of the current stream waits for them."""
         if self._gathering is not None:
-            with self._ring.span("wait"):
-                self._gathered = self._gathering.wait()
+            self._gathered = self._ring.wait(self._gathering)
             self._gathering = None
             key, value = self._gathered.unbind(1)
             self._current = key, value
@@ -104,7 +103,7 @@ class KeysAndValues:
     def of_round(self, round_: Round) -> RoundKeys:
         """The keys of this round, with the columns of all ranks."""
         key, value = self.current()
-        column_kv = None if self._columns is None else self._columns.wait()
+        column_kv = None if self._columns is None else self._ring.wait(self._columns)
         return RoundKeys(key, value, column_kv, round_)
 
     def of_step(self, op: Op) -> StepKeys:
@@ -141,11 +140,10 @@ class _DkvAccumulator:
 
     def _receive(self, link: Link | None) -> Tensor:
         assert link is not None, "transfers have one"
-        with self._ring.span("wait"):
-            return self._receiving.pop(link).wait()
+        return self._ring.wait(self._receiving.pop(link))
 
 
-@labelled("attention forward")
+@labelled(FORWARD)
 def _forward(
     query: Tensor,
     key: Tensor,
@@ -179,7 +177,7 @@ def _forward(
     return out, lse
 
 
-@labelled("attention backward")
+@labelled(BACKWARD)
 def _backward(
     query: Tensor,
     key: Tensor,
@@ -246,7 +244,7 @@ def _backward(
                 dkv.value = kernels.backward_key(inputs, of_step, accumulator=dkv.value)
         elif op.action is Action.COMPUTE_OWN_DKV:
             assert op.ring_step is not None
-            added = None if column_grads is None else column_grads.wait()
+            added = None if column_grads is None else ring.wait(column_grads)
             with ring.span("key", kernel := kernel + 1):
                 dkv.value = kernels.backward_key(
                     inputs,
@@ -268,7 +266,7 @@ def _backward(
 
 
 def _start_column_grads(inputs: BackwardInputs, columns: Transfer, ring: Ring) -> Transfer:
-    column_kv = columns.wait()
+    column_kv = ring.wait(columns)
     with ring.span("columns"):
         parts = kernels.backward_columns(inputs, column_kv, ring.cp.rank)
         if ring.cp.world > 1 and parts.shape[3] > 1:

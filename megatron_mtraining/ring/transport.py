@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..cp_group import CPGroup
+from ..labels import WAIT
 from .schedule import Link
 
 
@@ -60,6 +61,11 @@ class Ring:
     def span(self, name: str, number: int | None = None) -> AbstractContextManager:
         """A context around a part of the work; see ``trace``."""
         return nullcontext() if self.trace is None else self.trace(name, number)
+
+    def wait(self, transfer: Transfer) -> Tensor:
+        """What a transfer brings, as a part of the work."""
+        with self.span(WAIT):
+            return transfer.wait()
 
     def post(
         self, tensor: Tensor, kind: str, link: Link, received: Tensor | None = None

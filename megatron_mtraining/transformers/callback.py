@@ -115,6 +115,7 @@ class PatternCallback(TrainerCallback, ExportableState):
 
     def on_train_end(self, args, state, control, model=None, **kwargs):
         """After the last step, or where the training is stopped before it."""
+        TIMES.take()
         pattern = self._pattern
         if pattern is not None and pattern.span is not None:
             if unfinished := pattern.steering.unfinished(pattern.span.share(state.global_step)):
@@ -158,7 +159,8 @@ class PatternCallback(TrainerCallback, ExportableState):
             )  # fmt: skip
             for name in said.keys() - self._warned:
                 self._warned.add(name)
-                warnings.warn(said[name])
+                if state.is_world_process_zero:
+                    warnings.warn(said[name])
 
     @staticmethod
     def _log(logs, state, name: str, value: float) -> None:

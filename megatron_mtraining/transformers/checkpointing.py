@@ -138,14 +138,15 @@ class _Layer:
 
     def saved_behind(self, output: Any) -> Any:
         """The output of the first run, with what its attention has found saved behind it."""
-        hidden = output[0] if isinstance(output, tuple) else output
-        if not self.kept or not hidden.requires_grad:
+        is_tuple = type(output) is tuple and output
+        hidden = output[0] if is_tuple else output
+        if not self.kept or not isinstance(hidden, Tensor) or not hidden.requires_grad:
             return output
         found = [tensor for kept in self.kept for tensor in kept.tensors]
         self.kept[:] = [each.without_tensors() for each in self.kept]
         self.is_saved = True
         hidden = _Found.apply(hidden, self, *found)
-        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+        return (hidden, *output[1:]) if is_tuple else hidden
 
     def take(self, found: Sequence[Any]) -> None:
         """Have the tensors of ``kept`` again, for a second run."""
@@ -167,5 +168,6 @@ class _Found(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        ctx.layer.take(ctx.saved_tensors)
-        return *gradients, None, *[None] * len(ctx.saved_tensors)
+        found = ctx.saved_tensors  # once: what offloads them forgets them then
+        ctx.layer.take(found)
+        return *gradients, None, *[None] * len(found)

@@ -296,18 +296,22 @@ def test_what_offloads_activations_has_what_attention_found(reentrant, tokens, m
     ours = with_pattern(small_model("llama"), replace(SPARSE, backward_threshold=3.0))
     ours.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
     plain = loss_and_gradients(ours, input_ids=tokens, labels=tokens)[1]
-    calls, back, original = [], [], checkpointing.attend
+    calls, packed, back, original = [], {}, [], checkpointing.attend
 
     def spy(*args, saved=None, **kwargs):
         calls.append(saved)
         return original(*args, saved=saved, **kwargs)
 
-    def unpack(packed):
-        back.append(packed.clone())
+    def pack(tensor):
+        packed[len(packed) + len(back)] = tensor.clone()
+        return max(packed)
+
+    def unpack(number):  # once, as TRL's
+        back.append(packed.pop(number))
         return back[-1]
 
     monkeypatch.setattr(checkpointing, "attend", spy)
-    with torch.autograd.graph.saved_tensors_hooks(torch.clone, unpack):
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         again = loss_and_gradients(ours, input_ids=tokens, labels=tokens)[1]
     for name, grad in plain.items():
         assert again[name].equal(grad), name
@@ -329,6 +333,15 @@ def test_a_gradient_that_does_not_come_through_a_layers_output(tokens):
         seen[0].square().sum().backward()
         found.append(attention.q_proj.weight.grad)
     assert found[0].any() and found[1].equal(found[0])
+
+
+@pytest.mark.parametrize("wrap", [lambda x: dict(out=x), lambda x: (None, x), lambda x: ()])
+def test_layers_that_return_something_else(wrap):
+    """Such as models with code of their own: what attention found stays beside the graph."""
+    layer = checkpointing._Layer(None)
+    layer.kept.append(object())
+    output = wrap(torch.ones(2, requires_grad=True))
+    assert layer.saved_behind(output) is output and not layer.is_saved
 
 
 def test_a_target_recall_moves_the_prices(tokens):

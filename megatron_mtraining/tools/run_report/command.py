@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from ...config import ConfigError
@@ -29,8 +30,14 @@ def run(args) -> int:
     if args.output.exists() and not args.overwrite:
         raise ConfigError(f"{args.output} exists: give --overwrite, or another --output")
     found = read(args.run)
-    trace = args.trace or timeline.find(args.run)
-    step = None if trace is None else timeline.read(trace)
+    step = None
+    try:
+        if trace := args.trace or timeline.find(args.run):
+            step = timeline.read(trace)
+    except ConfigError as error:
+        if args.trace:
+            raise
+        print(f"without a timeline: {error}", file=sys.stderr)
     title = args.title or args.run.resolve().name
     try:
         args.output.parent.mkdir(parents=True, exist_ok=True)

@@ -56,8 +56,8 @@ PRICE = re.compile(r"\[mtraining\] iteration (\d+) \|.*\| price ([\d.e-]+)")
 BACKWARD = re.compile(r"\[mtraining\] iteration (\d+) \|.*\| backward density ([\d.]+)")
 CAPPED = re.compile(r"\[mtraining\] iteration (\d+) \|.*\| heads at a cap ([\d.]+)%")
 TIMES = re.compile(
-    r"\[mtraining\] iteration (\d+) \|.*\| search ([\d.e+]+) ms, attention ([\d.e+]+) ms "
-    r"\(max/mean ([\d.]+), exposed communication ([\d.e+]+) ms\), loss ([\d.e+]+) ms"
+    r"\[mtraining\] iteration (\d+) \|.*\| (?:search ([\d.e+-]+) ms, )?attention ([\d.e+-]+) ms "
+    r"\(max/mean ([\d.]+)(?:, exposed communication ([\d.e+-]+) ms)?\)(?:, loss ([\d.e+-]+) ms)?"
 )
 IDLE = re.compile(r"\[mtraining\] iteration (\d+) \| attention of .*measured .*?idle ([\d.]+)%")
 WARNING = re.compile(r"\[mtraining\] (warning: .*)")
@@ -240,7 +240,8 @@ def _of_line(line: str) -> Iterator[tuple[str, int, float]]:
     if said := TIMES.search(line):
         names = ("search_ms", "attention_ms", "imbalance", "exposed_ms", "loss_ms")
         for name, value in zip(names, said.groups()[1:]):
-            yield name, int(said[1]), float(value)
+            if value is not None:
+                yield name, int(said[1]), float(value)
     of_one = (PRICE, "price"), (BACKWARD, "backward_density"), (CAPPED, "capped"), (IDLE, "idle")
     for pattern, name in of_one:
         if said := pattern.search(line):

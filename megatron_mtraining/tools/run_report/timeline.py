@@ -36,7 +36,7 @@ SENDS = re.compile("nccl|nvshmem|Memcpy PtoP", re.IGNORECASE)
 BINS = 1200
 """Parts of a step along the time axis: the kind with most time in each is shown."""
 MOST_ROWS = 8
-PLACES = ("*.pt.trace.json*", "torch_profile/rank-*.json*", "rank-*.json*")
+PLACES = ("*.pt.trace.json*", "torch_profile/rank-*.json*")
 """Where traces are: of TensorBoard's handler, and of Megatron, which puts them beside --tensorboard-dir."""
 
 Event = dict

@@ -89,7 +89,7 @@ def test_threads_of_a_cpu(tmp_path):
     assert {NAMES[kind] for kind in shown} >= {"search", "attention"}
 
 
-def test_the_report_shows_it(tmp_path):
+def test_the_report_shows_it(tmp_path, capsys):
     run = tmp_path / "run"
     (run / "torch_profile").mkdir(parents=True)
     history = [dict(loss=2.0, step=1)]
@@ -103,6 +103,10 @@ def test_the_report_shows_it(tmp_path):
     assert main(words) == 0
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert title in text and "rank-0.json.gz" in text and "stream 16" in text
+    # One that nobody asked for, of a job that was killed as it wrote it.
+    (run / "torch_profile" / "rank-0.json.gz").write_bytes(b"{")
+    assert main(words) == 0 and "without a timeline" in capsys.readouterr().err
+    assert title not in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
