@@ -6,8 +6,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from . import backward_tables, frontier_tables
-from .common import Row, Table, cell, rows, values
+from . import backward_tables, frontier_tables, real_tables
+from .common import Row, Table, cell, mean, rows, values
 from .kernel_tables import WAYS, backward_rows, kernel_rows, searches, selection, worst_error
 from .step_tables import KEPT, over_dense, ratio, step
 
@@ -20,6 +20,7 @@ FEW = "few queries that attend to one distant key weigh little in a mean recall"
 UNKNOWN = "not known"
 COSTS = "with fewer pairs the loss grows faster than the cost falls"
 TWICE = "keys are read twice, for the LSE and for the masses"
+CHAIN = "a search is a chain of 14 short kernels, which take about as long at 8K tokens"
 REST = "the layers outside attention are two thirds of the step"
 FINDS = "the forward stays, and finds the blocks"
 MODELS = ("smol.gguf", "qwen.gguf")
@@ -206,6 +207,20 @@ def _search() -> Iterator[Row]:
     share = row["ms"] / attention
     what = "pattern search over attention, 5%, 128K"
     yield target(what, "3%", f"{share:.1%}", share <= 0.03, TWICE, row)
+    for seq, limit in ((131072, 0.05), (32768, 0.12)):
+        found = real_tables.real_share(seq, 0.31, 0.0)
+        took = [
+            sum(each[f"{part}_ms"] for each in found) for part in ("search", "forward", "backward")
+        ]
+        share = took[0] / sum(took)
+        what = cell(
+            "pattern search over its layer, a model's operands of code, price 0.31, {x:K}", x=seq
+        )
+        yield target(what, f"{limit:.0%}", f"{share:.1%}", share <= limit, CHAIN, *found)
+    pairs = mean(found, "density")
+    over = real_tables.share(found, "dense") / pairs
+    what = "such a layer at 32K over dense, for each share of the pairs"
+    yield target(what, "1.3", f"{over:.2f}", over <= 1.3, CHAIN, *found)
 
 
 losses = _table("frontier", _losses)
@@ -213,4 +228,4 @@ steps = _table("pretrain", _steps)
 layers = _table("rings", _layers)
 kernels = _table("kernels numerics", _kernels)
 backward = _table("backward_paths backward", _backward)
-search = _table("selection", _search)
+search = _table("selection real_operands", _search)
