@@ -118,6 +118,7 @@ def test_the_report_shows_it(tmp_path, capsys):
         (b'{"traceEvents": []}', "has no kernel and no operator"),
         (None, "cannot be read"),
     ],
+    ids=["cut", "compressed and cut", "a list", "empty", "missing"],
 )
 def test_refusals(tmp_path, capsys, content, said):
     (tmp_path / "trainer_state.json").write_text(
