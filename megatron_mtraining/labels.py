@@ -19,11 +19,9 @@ PREFIX = "mtraining/"
 SEARCH, FORWARD, BACKWARD = "pattern search", "attention forward", "attention backward"
 LOSS_FORWARD, LOSS_BACKWARD = "loss forward", "loss backward"
 WAIT = "wait"
-"""Of the ring (``Ring.trace``): the stream that computes waits for keys, values or their gradients."""
+"""Of a ring (``Ring.span``): the stream that computes waits for keys, values or their gradients."""
 IN_NSYS = "NSYS_PROFILING_SESSION_ID" in os.environ
 """Whether Nsight Systems has started this process: it knows NVTX ranges alone."""
-
-
 MOST = 100_000
 """Calls of a step at most."""
 
@@ -45,7 +43,7 @@ class Times:
         self.on = self.on and len(self._calls) < MOST  # the step has not ended: an error has
 
     def of_ring(self, name: str, number: int | None = None) -> AbstractContextManager:
-        """A ``Ring.trace`` that times the ring's waits."""
+        """What a ring without a ``trace`` has: its waits are timed."""
         return self.span(name) if self.on and name == WAIT else nullcontext()
 
     def take(self) -> dict[str, float]:

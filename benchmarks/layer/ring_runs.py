@@ -29,6 +29,7 @@ from megatron_mtraining.pattern import build_index, search_pattern
 from megatron_mtraining.ring import Ring, ring_of
 from megatron_mtraining.ring.attention import KeysAndValues, ring_attention
 from megatron_mtraining.ring.pruning import BackwardPruning
+from megatron_mtraining.ring.transport import Transfer
 
 from ..lib import workloads
 from ..lib.policies_at_density import at_density, config_of
@@ -101,14 +102,9 @@ def make_ring(group: dist.ProcessGroup, inner: int) -> Ring:
     return ring_of(cp_group_of(group, inner or None))
 
 
-class _AtHand:
+def _at_hand(tensor) -> Transfer:
     """A transfer that never was."""
-
-    def __init__(self, tensor):
-        self._tensor = tensor
-
-    def wait(self):
-        return self._tensor
+    return Transfer(tensor, tensor, [])
 
 
 class SilentRing(Ring):
@@ -119,17 +115,17 @@ class SilentRing(Ring):
 
     def post(self, tensor, kind, link, received=None):
         self.sent = tensor
-        return _AtHand(tensor if received is None else received)
+        return _at_hand(tensor if received is None else received)
 
     def gather(self, tensor, after=None):
         # Numbers as real as the others': with zeros, or what is none, a GPU draws less power and runs faster.
         if self.filled is None or self.filled.shape != tensor.shape:
             own = tensor[self.cp.inner_rank] if after is None else self.sent
             self.filled = own.expand(tensor.shape).contiguous()
-        return _AtHand(self.filled)
+        return _at_hand(self.filled)
 
     def sum_columns(self, tensor):
-        return _AtHand(tensor)
+        return _at_hand(tensor)
 
 
 def silent(ring: Ring) -> SilentRing:

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-WAIT = "wait"
-"""The name of spans in which a rank has nothing to compute."""
+from megatron_mtraining.labels import WAIT
+
 LEAD = 60_000_000
 """Cycles of a GPU's clock, about 30 ms: several times what launching a layer both ways takes."""
 

@@ -186,7 +186,7 @@ class MTrainingAttention(MegatronModule):
             check_mask(attention_mask, query, documents, ranks, place)
         replay = recompute.saved_call(self, query)
         if self.training:
-            time_step(cp_group_of(self.cp_group, self.cp_inner))
+            time_step()
         given = replay or recompute.Replay()
         call = given.call
         if replay is None and self.observer is not None and self.training:

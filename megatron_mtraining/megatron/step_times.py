@@ -8,9 +8,8 @@ from typing import NamedTuple
 import torch
 
 from .. import labels
-from ..cp_group import CPGroup, RankGroup
+from ..cp_group import RankGroup
 from ..labels import TIMES
-from ..ring import ring_of
 from .backend import is_active, training_arguments
 from .run_state import RUN
 
@@ -53,14 +52,11 @@ class StepTimes(NamedTuple):
         return {f"mtraining-time/{name}": value for name, value in named.items()}
 
 
-def time_step(cp: CPGroup) -> None:
+def time_step() -> None:
     """Called before attention in training: times the step if it will be logged. Not the first of a process,
     which compiles; nor other training loops, which have no log."""
-    if not (is_active(training_arguments()) and RUN.logged and RUN.step_is_logged()):
-        return
-    TIMES.on = True
-    ring = ring_of(cp)
-    ring.trace = ring.trace or TIMES.of_ring
+    if not TIMES.on:
+        TIMES.on = is_active(training_arguments()) and RUN.logged and RUN.step_is_logged()
 
 
 def take_times() -> StepTimes | None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import ClassVar, Protocol
 from weakref import WeakKeyDictionary
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..cp_group import CPGroup
-from ..labels import WAIT
+from ..labels import TIMES, WAIT
 from .schedule import Link
 
 
@@ -29,6 +29,11 @@ class Transfer:
         # The sent tensor is held until the transfer is over, or its memory might be reused.
         self._sent: Tensor | None = sent
         self._received, self._works = received, works
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether there is anything to wait for: not on one rank, nor a second time."""
+        return bool(self._works)
 
     def wait(self) -> Tensor:
         """The tensor received. Later work of the current stream (on CPU: the caller) waits for it."""
@@ -60,10 +65,12 @@ class Ring:
 
     def span(self, name: str, number: int | None = None) -> AbstractContextManager:
         """A context around a part of the work; see ``trace``."""
-        return nullcontext() if self.trace is None else self.trace(name, number)
+        return (self.trace or TIMES.of_ring)(name, number)
 
     def wait(self, transfer: Transfer) -> Tensor:
-        """What a transfer brings, as a part of the work."""
+        """What a transfer brings; waiting for it is a part of the work."""
+        if not transfer.is_in_flight:
+            return transfer.wait()
         with self.span(WAIT):
             return transfer.wait()
 

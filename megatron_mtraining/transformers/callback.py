@@ -10,9 +10,7 @@ from transformers.trainer_callback import CallbackHandler, ExportableState, Trai
 
 from ..advice import warnings_of
 from ..config import ConfigError, Span
-from ..cp_group import cp_group_of
 from ..labels import BACKWARD, FORWARD, SEARCH, TIMES, WAIT
-from ..ring import ring_of
 from .interface import NAME
 from .state import PatternState, find_state
 from .trainers import sizes_of
@@ -100,10 +98,6 @@ class PatternCallback(TrainerCallback, ExportableState):
         by_steps = self._pattern is not None and args.logging_strategy == "steps"
         if by_steps and self._steps and (state.global_step + 1) % state.logging_steps == 0:
             TIMES.on = True
-            parallel = self._pattern.parallel
-            if parallel is not None and parallel.ring is not None:
-                ring = ring_of(cp_group_of(parallel.ring))
-                ring.trace = ring.trace or TIMES.of_ring
         self._steps += 1
 
     def on_step_end(self, args, state, control, model=None, **kwargs):

@@ -103,9 +103,8 @@ class PatternState:
         self._sums: dict[bool, dict[int, Tensor]] = {True: {}, False: {}}
         # Of backwards: float32 [3, heads] of density, dropped, calls.
         self._backward: dict[int, Tensor] = {}
-        self._capped: list[
-            Tensor
-        ] = []  # the share of the heads at a cap, of each call that was timed
+        # Of each call that was timed: the share of the heads at a cap.
+        self._capped: list[Tensor] = []
 
     def _share(self) -> float:
         if self.span is not None:

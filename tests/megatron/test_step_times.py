@@ -11,11 +11,9 @@ import torch.distributed as dist
 
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.attention import attend
-from megatron_mtraining.cp_group import cp_group_of
 from megatron_mtraining.labels import BACKWARD, FORWARD, LOSS_FORWARD, SEARCH, TIMES, WAIT
 from megatron_mtraining.megatron import step_times
 from megatron_mtraining.megatron.step_times import StepTimes, take_times, time_step
-from megatron_mtraining.ring import ring_of
 from tests.support.ranks import run_ranks
 
 
@@ -23,7 +21,6 @@ from tests.support.ranks import run_ranks
 def nothing_is_left():
     yield
     TIMES.take()
-    ring_of(cp_group_of(None)).trace = None
 
 
 def of_ranks(rank, world):
@@ -61,7 +58,7 @@ def test_steps_that_are_logged_are_timed_but_the_first(interval, timed, monkeypa
     monkeypatch.setattr(step_times, "training_arguments", lambda: args)
     found = []
     for step in range(1, 5):
-        time_step(cp_group_of(None))
+        time_step()
         if TIMES.on:
             with TIMES.span(FORWARD):
                 pass
@@ -70,13 +67,11 @@ def test_steps_that_are_logged_are_timed_but_the_first(interval, timed, monkeypa
         run.logged = True
     assert found == timed
     monkeypatch.setattr(step_times, "training_arguments", lambda: None)
-    time_step(cp_group_of(None))
+    time_step()
     assert not TIMES.on, "another training loop has no log"
 
 
 def waits_of_a_ring(rank, world):
-    cp = cp_group_of(dist.group.WORLD, 1)
-    ring_of(cp).trace = TIMES.of_ring
     query, key, value = (torch.randn(128, 1, 2, 64, requires_grad=True) for _ in range(3))
     config = MTrainingConfig.from_options(price=0.5, block_size=64)
     found = []
