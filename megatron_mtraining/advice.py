@@ -37,14 +37,13 @@ class Caps(NamedTuple):
         """
         if not any(isinstance(each, PricePolicy) for each in policies):
             return None
-        window = -(-config.window // config.block_size) + 1
         columns, slashes = [], []
         for each in policies:
             is_price = isinstance(each, PricePolicy)
             slash_cap = each.slash_cap if is_price else None
             columns.append(each.vertical_cap if is_price else UNBOUNDED)
             # None at all, by a cap of 0, are meant.
-            slashes.append(slash_cap + window if slash_cap else UNBOUNDED)
+            slashes.append(slash_cap + config.window_blocks if slash_cap else UNBOUNDED)
         return cls(tuple(columns), tuple(slashes))
 
     def reached(self, index: PatternOperand) -> Tensor:

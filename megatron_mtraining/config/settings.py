@@ -249,6 +249,12 @@ class MTrainingConfig:
             )
         self.check_sizes(seq_length)
 
+    @property
+    def window_blocks(self) -> int:
+        """Block distances that the local window takes: from the first query of a block, its farthest key is
+        a block further than from the last."""
+        return -(-self.window // self.block_size) + 1
+
     def check_sizes(self, seq_length: int) -> None:
         """Raise :class:`ConfigError` if window, sink or the policy's numbers do not fit ``seq_length``
         tokens. Caps may be larger: they are cut to the sequence."""

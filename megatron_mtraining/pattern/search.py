@@ -148,10 +148,9 @@ def _sample(
     visible: VisibleRanges | None = None,
 ) -> SampledRows:
     """Arguments as for :func:`search_pattern`."""
-    # From the first query of a block, the window's farthest key is a block further than from its last.
     seq_length = len(query) * cp.world
     num_blocks = -(-seq_length // config.block_size)
-    window_blocks = min(num_blocks, -(-config.window // config.block_size) + 1)
+    window_blocks = min(num_blocks, config.window_blocks)
     return gather_sampled_rows(query, config, cp, window_blocks, softmax_scale, visible)
 
 
