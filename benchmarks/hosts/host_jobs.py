@@ -104,6 +104,10 @@ def _job(
     )
 
 
+def _torchrun(options) -> str:
+    return f"-m torch.distributed.run --standalone --nproc-per-node {options.gpus} -m"
+
+
 def _inner_rings(gpus: int) -> list[int]:
     """Sizes of inner rings between single ranks and all of them."""
     return [size for size in range(2, gpus) if gpus % size == 0]
@@ -112,7 +116,7 @@ def _inner_rings(gpus: int) -> list[int]:
 def layer_jobs(options) -> Iterator[Job]:
     """Jobs of ``layer``, ``balance`` and ``slow``: a length and a group of settings each, others' dense rings
     in the same run as ours of all pairs. Over a plain ring, rounds are single ranks' keys."""
-    run = f"-m torch.distributed.run --standalone --nproc-per-node {options.gpus} -m benchmarks.layer.rings "
+    run = f"{_torchrun(options)} benchmarks.layer.rings "
     run += f"--shape {'2 1 64' if options.tiny else '16 2 128'} --device {options.device}"
     levels = " ".join(map(str, ("--inner 0", *_inner_rings(options.gpus))))
     shortest, longest = (64, 256) if options.gpus > 4 else (0, 512 / options.gpus)  # of a GPU, in K
@@ -215,8 +219,9 @@ def larger_jobs(options) -> Iterator[Job]:
                 options, "steps", f"7B, 256K, {setting}", seconds_of(options, 2 * seconds * steps + COMPILES),
                 run, words, "pretrain.jsonl", needs="data",
             )  # fmt: skip
-    run = f"-m torch.distributed.run --standalone --nproc-per-node {options.gpus} "
-    run += "-m benchmarks.model.sequences --shape qwen3-8b --lengths 1M --steps 3 "
+    run = (
+        f"{_torchrun(options)} benchmarks.model.sequences --shape qwen3-8b --lengths 1M --steps 3 "
+    )
     for name, words in {
         "8B, 1M, 1000 columns, 600 diagonals": "--settings vertical=1000,slash=600",
         "8B, 1M, two layers, dense and sparse": "--layers 2 --settings dense vertical=1000,slash=600",

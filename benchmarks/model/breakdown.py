@@ -7,13 +7,20 @@ Names of kernels tell only communication: products of the loss and of layers are
 
 from __future__ import annotations
 
-import bisect
 import json
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
+
+from megatron_mtraining.tools.run_report.timeline import (
+    LAUNCHES,
+    ON_GPU,
+    SENDS,
+    begun_in,
+    ends,
+    thread_of,
+)
 
 PREFIX = "mtraining: "
 """How the names of ranges begin."""
@@ -23,10 +30,6 @@ PARTS = ("attention", LAYERS, "loss", "optimizer", COMMUNICATION, WAITING)
 """Of a step's wall time, each instant belongs to one. ``layers`` is all work without a range: the rest of
 the layers, embedding, gradients' sums; ``communication`` is what nothing is computed under; in ``waiting``
 the GPU has nothing to do."""
-
-ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
-LAUNCHES = ("cuda_runtime", "cuda_driver")
-SENDS = re.compile("nccl|nvshmem|Memcpy PtoP", re.IGNORECASE)
 
 
 class Work(NamedTuple):
@@ -57,7 +60,7 @@ def split(events: list[dict]) -> dict:
         ValueError: no step is in it.
     """
     whole = [event for event in events if event.get("ph") == "X"]
-    steps = [_span(one) for one in whole if _is_range(one) and one["name"] == PREFIX + STEP]
+    steps = [ends(one) for one in whole if _is_range(one) and one["name"] == PREFIX + STEP]
     if not steps:
         raise ValueError(f"the trace has no range {PREFIX + STEP!r}: was it made with --breakdown?")
     work, unplaced = _work(whole)
@@ -111,16 +114,17 @@ def _is_range(event: dict) -> bool:
     return event.get("cat") == "user_annotation" and event["name"].startswith(PREFIX)
 
 
-def _span(event: dict) -> tuple[float, float]:
-    return event["ts"], event["ts"] + event["dur"]
-
-
 def _work(events: list[dict]) -> tuple[list[Work], list[Work]]:
     """All work of the GPU, and that for which no launch is there."""
-    part_at, launches = _Ranges(events), {}
+    ranges, launches = defaultdict(list), {}
+    for event in events:
+        if _is_range(event) and event["name"] != PREFIX + STEP:
+            ranges[thread_of(event)].append((*ends(event), event["name"].removeprefix(PREFIX)))
+    for of_thread in ranges.values():
+        of_thread.sort()
     # Ranges and launches are recorded by different means: threads must have the same names in both.
     known = {
-        _thread(event) for event in events if event.get("cat") in ("cpu_op", "user_annotation")
+        thread_of(event) for event in events if event.get("cat") in ("cpu_op", "user_annotation")
     }
     for event in events:
         if event.get("cat") in LAUNCHES and "correlation" in event.get("args", {}):
@@ -132,36 +136,10 @@ def _work(events: list[dict]) -> tuple[list[Work], list[Work]]:
         launch = launches.get(event["args"].get("correlation"))
         if SENDS.search(event["name"]):
             part = COMMUNICATION
-        elif launch is None or _thread(launch) not in known:
+        elif launch is None or thread_of(launch) not in known:
             part = LAYERS
-            unplaced.append(Work(*_span(event), part))
+            unplaced.append(Work(*ends(event), part))
         else:
-            part = part_at(launch)
-        found.append(Work(*_span(event), part))
+            part = begun_in(ranges, launch, LAYERS)
+        found.append(Work(*ends(event), part))
     return found, unplaced
-
-
-class _Ranges:
-    """Which part's range an event begins in, on its own thread."""
-
-    def __init__(self, events: list[dict]):
-        opened = defaultdict(list)
-        for event in events:
-            name = event["name"].removeprefix(PREFIX)
-            if _is_range(event) and name != STEP:
-                opened[_thread(event)].append((*_span(event), name))
-        self._threads = {}
-        for thread, ranges in opened.items():
-            ranges.sort(key=lambda one: (one[0], -one[1]))
-            self._threads[thread] = [one[0] for one in ranges], ranges
-
-    def __call__(self, event: dict) -> str:
-        starts, ranges = self._threads.get(_thread(event), ((), ()))
-        at = event["ts"]
-        # Ranges of parts are not within each other: the last one that has begun is the only candidate.
-        last = bisect.bisect_right(starts, at) - 1
-        return ranges[last][2] if last >= 0 and at <= ranges[last][1] else LAYERS
-
-
-def _thread(event: dict) -> tuple:
-    return event["pid"], event["tid"]

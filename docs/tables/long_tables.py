@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .common import Row, Table, cell, rows
+from .frontier_tables import by_text
 
 WAYS = {"dense": "dense", "target": "--mtraining-target-recall", "schedule": "--mtraining-schedule"}
 
@@ -18,10 +19,6 @@ def options(row: Row) -> str:
         return "dense (Transformer Engine)"
     pruned = f" --mtraining-backward-threshold {threshold}" if threshold else ""
     return f"`{WAYS[policy]} {points}{pruned}`"
-
-
-def texts(over: dict[str, float]) -> str:
-    return ", ".join(cell("{x:–over}", x=over.get(text)) for text in ("code", "book", "speech"))
 
 
 def of_sparse(text: str | Callable[[Row], str]) -> Callable[[Row], str]:
@@ -48,7 +45,7 @@ SHORT = {
     "trained with": options,
     "density": "{density:share}",
     "loss over dense training, both evaluated dense": of_sparse("{dense_loss_over_dense:over}"),
-    "code, book, speeches": of_sparse(lambda row: texts(row["dense_over_dense_by_text"])),
+    "code, book, speeches": of_sparse(lambda row: by_text(row, "dense_over_dense")),
     "step": lambda row: f"{row['step_ms'] / 1000:.2f} s",
     "over the dense step": of_sparse(lambda row: times(row["step_over_dense"])),
     "attention over dense": of_sparse(lambda row: times(row["layer_over_dense"])),
@@ -58,7 +55,7 @@ LONG = {
     **SHORT,
     "recall": "{recall:.3f}",
     "loss with its own attention; code, book, speeches": of_sparse(
-        lambda row: cell("{own_loss_over_dense:over}; ", row) + texts(row["own_over_dense_by_text"])
+        lambda row: cell("{own_loss_over_dense:over}; ", row) + by_text(row, "own_over_dense")
     ),
     "needles found: dense, own attention": lambda row: right(row, "needle", "needles"),
     "RULER: dense, own attention": lambda row: right(row, "ruler", "ruler_samples"),
@@ -94,10 +91,8 @@ def _figures(name: str, policy: str) -> dict[str, Callable[[], str]]:
         f"long_{name}_code": lambda: cell(
             "{x:over}", x=one(policy)["dense_over_dense_by_text"]["code"]
         ),
-        f"long_{name}_step": lambda: times(one(policy)["step_over_dense"]),
         f"long_{name}_attention": lambda: times(one(policy)["layer_over_dense"]),
         f"long_{name}_needle": lambda: right(one(policy), "needle", "needles"),
-        f"long_{name}_ruler": lambda: right(one(policy), "ruler", "ruler_samples"),
     }
 
 

@@ -9,8 +9,9 @@ import json
 import re
 import zlib
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -32,6 +33,7 @@ OF_LABEL = {
 }
 STEP = "ProfilerStep#"
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+LAUNCHES = ("cuda_runtime", "cuda_driver")
 SENDS = re.compile("nccl|nvshmem|Memcpy PtoP", re.IGNORECASE)
 BINS = 1200
 """Parts of a step along the time axis: the kind with most time in each is shown."""
@@ -39,6 +41,7 @@ MOST_ROWS = 8
 PLACES = ("*.pt.trace.json*", "torch_profile/rank-*.json*")
 """Where traces are: of TensorBoard's handler, and of Megatron, which puts them beside --tensorboard-dir."""
 
+T = TypeVar("T")
 Event = dict
 Interval = tuple[float, float, int]
 
@@ -103,7 +106,7 @@ def read(path: Path) -> Timeline:
 def _of_step(events: list[Event]) -> dict[tuple[str, int], list[Interval]]:
     """Begin, end and kind of what runs in the last step, by row: streams of the GPU, else threads."""
     steps = [event for event in events if str(event.get("name")).startswith(STEP)]
-    steps = [_ends(event) for event in steps if event.get("cat") == "user_annotation"]
+    steps = [ends(event) for event in steps if event.get("cat") == "user_annotation"]
     first, last = max(steps, default=(-np.inf, np.inf))
     ranges: dict[tuple, list[Interval]] = defaultdict(list)
     streams: dict[tuple[str, int], list[Interval]] = defaultdict(list)
@@ -112,10 +115,10 @@ def _of_step(events: list[Event]) -> dict[tuple[str, int], list[Interval]]:
     for event in events:
         kind = OF_LABEL.get(str(event.get("name")))
         if event.get("cat") == "user_annotation" and kind is not None:
-            ranges[_thread(event)].append((*_ends(event), kind))
+            ranges[thread_of(event)].append((*ends(event), kind))
             if first <= event["ts"] <= last:  # with the host's time between operators
-                threads["thread", int(event["tid"])].append((*_ends(event), kind))
-        elif event.get("cat") in ("cuda_runtime", "cuda_driver"):
+                threads["thread", int(event["tid"])].append((*ends(event), kind))
+        elif event.get("cat") in LAUNCHES:
             launches[event.get("args", {}).get("correlation")] = event
     for of_thread in ranges.values():
         of_thread.sort()
@@ -124,26 +127,37 @@ def _of_step(events: list[Event]) -> dict[tuple[str, int], list[Interval]]:
             args = event.get("args", {})
             launch = launches.get(args.get("correlation"), event)
             if first <= launch["ts"] <= last:
-                kind = COMMUNICATION if SENDS.search(event["name"]) else _kind(ranges, launch)
-                streams["stream", int(args.get("stream", 0))].append((*_ends(event), kind))
+                kind = (
+                    COMMUNICATION
+                    if SENDS.search(event["name"])
+                    else begun_in(ranges, launch, OTHER)
+                )
+                streams["stream", int(args.get("stream", 0))].append((*ends(event), kind))
         elif event.get("cat") == "cpu_op" and first <= event["ts"] <= last:
-            threads["thread", int(event["tid"])].append((*_ends(event), _kind(ranges, event)))
+            threads["thread", int(event["tid"])].append(
+                (*ends(event), begun_in(ranges, event, OTHER))
+            )
     return streams or threads
 
 
-def _ends(event: Event) -> tuple[float, float]:
+def ends(event: Event) -> tuple[float, float]:
     return float(event["ts"]), float(event["ts"]) + float(event["dur"])
 
 
-def _thread(event: Event) -> tuple:
+def thread_of(event: Event) -> tuple:
     return event.get("pid"), event.get("tid")
 
 
-def _kind(ranges: dict[tuple, list[Interval]], event: Event) -> int:
-    """The kind of the labelled range that an event begins in, on its own thread."""
-    of_thread = ranges.get(_thread(event), [])
-    at = bisect.bisect_right(of_thread, (event["ts"], np.inf, 0)) - 1
-    return of_thread[at][2] if at >= 0 and event["ts"] <= of_thread[at][1] else OTHER
+def begun_in(ranges: Mapping[tuple, list[tuple]], event: Event, otherwise: T) -> T:
+    """What the range has that an event begins in, on its own thread.
+
+    Args:
+        ranges: begin, end and what they have, ascending, by thread (:func:`thread_of`); none in another.
+        otherwise: what an event in none of them has.
+    """
+    of_thread = ranges.get(thread_of(event), [])
+    at = bisect.bisect_right(of_thread, (event["ts"], np.inf)) - 1
+    return of_thread[at][2] if at >= 0 and event["ts"] <= of_thread[at][1] else otherwise
 
 
 def _cells(row: list[Interval], edges: np.ndarray) -> np.ndarray:
