@@ -169,7 +169,7 @@ def command(options, folder: Path) -> tuple[list[str], dict[str, str]]:
     if options.dense_recompute == "kept":
         changes["keep_output"] = True
     if options.breakdown:
-        changes.update(traces=str((folder / "traces").resolve()), steps=options.breakdown)
+        changes.update(traces=str(traces_of(options, folder)), steps=options.breakdown)
     if drop:
         changes["drop"] = drop
     checkout = options.megatron
@@ -193,6 +193,11 @@ def breakdowns(folder: Path) -> dict:
     return {**ranks[0], "breakdown_longest": longest}
 
 
+def traces_of(options, folder: Path) -> Path:
+    """Where ranks write their traces."""
+    return (options.traces or folder / "traces").resolve()
+
+
 def follow_run(options) -> tuple[str, dict]:
     """Megatron's log of a run, and its breakdown: empty without one."""
     with tempfile.TemporaryDirectory() as folder:
@@ -200,7 +205,7 @@ def follow_run(options) -> tuple[str, dict]:
         log = follow(words, {**os.environ, **environment}, options.log)
         parts = {}
         if options.breakdown:
-            parts = breakdowns(Path(folder) / "traces")
+            parts = breakdowns(traces_of(options, Path(folder)))
     return log, parts
 
 
@@ -386,6 +391,9 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
         "--breakdown", type=int, nargs="?", const=2, metavar="ITERATIONS",
         help="what the time of the last iterations (2) goes to",
     )  # fmt: skip
+    runs.add_argument(
+        "--traces", type=Path, metavar="FOLDER", help="keep --breakdown's traces here"
+    )
     runs.add_argument("--memory-interval", action="store_true", help="log memory each iteration")
     runs.add_argument("--log", type=Path, help="keep Megatron's log here")
     runs.add_argument("--output", type=Path, default=record.RESULTS / "pretrain.jsonl")
