@@ -88,7 +88,7 @@ def command() -> str:
             "--weights",
         ):
             words[at] = Path(words[at]).name
-    places = ("--output", "--output-folder", "--log", "--folder")
+    places = ("--output", "--output-folder", "--log", "--folder", "--traces")
     for name in (*places, "--results", "--save", "--scratch"):
         while name in words:
             at = words.index(name)

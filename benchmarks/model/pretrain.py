@@ -89,15 +89,17 @@ def read_log(log: str) -> dict:
 
 
 def step_times(logged: dict[int, float]) -> dict[int, float]:
-    """The time of each step (ms), of what a log with ``--log-interval 1`` says.
+    """The mean time (ms) of the steps up to each that a log names, after the one before it.
 
     Megatron's timer goes on after the first line (``training_log``: ``should_reset``), so that the second
-    line is the mean of the first two steps.
+    line is the mean of all steps up to it.
     """
     first, second = [*logged, None, None][:2]
-    if second is None:
+    if first is None or second is None:
         return logged
-    return {**logged, second: round(2 * logged[second] - logged[first], 1)}
+    after = second - first
+    mean = ((after + 1) * logged[second] - logged[first]) / after
+    return {**logged, second: round(mean, 1)}
 
 
 def argument(log: str, name: str) -> int | None:

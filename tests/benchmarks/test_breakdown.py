@@ -149,3 +149,4 @@ def test_step_times_of_a_resumed_run():
     """Its timer starts with it; a single step has no mean to take apart."""
     assert pretrain.step_times({7: 50.0, 8: 30.0, 9: 12.0}) == {7: 50.0, 8: 10.0, 9: 12.0}
     assert pretrain.step_times({4: 9.5}) == {4: 9.5}
+    assert pretrain.step_times({1: 50.0, 5: 18.0, 9: 9.0}) == {1: 50.0, 5: 10.0, 9: 9.0}
