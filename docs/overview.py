@@ -56,6 +56,7 @@ def overview_data() -> dict[str, list[dict]]:
     ]
     names = (
         "tokens",
+        "steps",
         "policy",
         "density",
         "dense_loss_over_dense",
@@ -64,6 +65,9 @@ def overview_data() -> dict[str, list[dict]]:
     )
     long = [{name: row[name] for name in names} for row in rows("long") if row["policy"] != "dense"]
     return dict(losses=found, real=real, long=long)
+
+
+FEW_STEPS = 10
 
 
 def draw_overview(figure, data: dict[str, list[dict]]) -> None:
@@ -80,7 +84,9 @@ def draw_overview(figure, data: dict[str, list[dict]]) -> None:
                 x, y, error, fmt=style, color=colour, capsize=3, label=label,
                 markersize=5 if policy == "price" else 13,
             )  # fmt: skip
-    for row, marker in zip(data["long"], "Pv"):
+    # After few steps a loss says little.
+    trained_at_length = [row for row in data["long"] if row["steps"] > FEW_STEPS]
+    for row, marker in zip(trained_at_length, "Pv"):
         left.plot(
             [row["density"]], [100 * row["dense_loss_over_dense"]], marker, color=GREEN, markersize=8,
             label=cell("Qwen2.5-Coder-0.5B, {tokens:K} tokens, {policy}", row),
@@ -104,8 +110,11 @@ def draw_overview(figure, data: dict[str, list[dict]]) -> None:
         ("layer_over_dense", SKY, "attention"),
         ("step_over_dense", GREEN, "step"),
     ):
-        xy = sorted((row["density"], row[name]) for row in data["long"])
-        right.plot(*zip(*xy), "v-", color=colour, label=f"{label} of the 0.5B model's runs at 128K")
+        for tokens, marker in ((2**17, "v-"), (2**19, "*")):
+            runs = [row for row in data["long"] if row["tokens"] == tokens]
+            xy = sorted((row["density"], row[name]) for row in runs)
+            said = cell("{label} of the 0.5B model's runs, {tokens:K}", label=label, tokens=tokens)
+            right.plot(*zip(*xy), marker, color=colour, label=said)
     right.plot([1], [1], "s", color="black", label="dense attention")
     right.set_yscale("log")
     right.set_yticks((0.03, 0.1, 0.3, 1), ("0.03", "0.1", "0.3", "1"))

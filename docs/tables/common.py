@@ -89,7 +89,8 @@ Column = str | Callable[[Row], object]
 Columns = dict[str, Column]
 
 
-def _filled(column: Column, row: Row) -> str:
+def filled(column: Column, row: Row) -> str:
+    """A column's cell."""
     said = cell(column, row) if isinstance(column, str) else column(row)
     return "" if said is None else str(said)
 
@@ -128,7 +129,7 @@ class Table:
         """Markdown, and the line that says where the rows are from."""
         found = self.shown()
         columns = self.columns(found) if callable(self.columns) else self.columns
-        body = [[_filled(column, row) for column in columns.values()] for row in found]
+        body = [[filled(column, row) for column in columns.values()] for row in found]
         used = [each for row in found for each in row.get("used", (row,))]
         names = ", ".join(f"`{file}.jsonl`" for file in self.files.split())
         said = {name: all_of(used, name) for name in used[0]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .common import Row, Table, cell, rows
+from .common import Column, Row, Table, cell, filled, rows
 from .frontier_tables import by_text
 
 WAYS = {"dense": "dense", "target": "--mtraining-target-recall", "schedule": "--mtraining-schedule"}
@@ -21,11 +21,9 @@ def options(row: Row) -> str:
     return f"`{WAYS[policy]} {points}{pruned}`"
 
 
-def of_sparse(text: str | Callable[[Row], str]) -> Callable[[Row], str]:
+def of_sparse(text: Column) -> Callable[[Row], str]:
     """A cell of sparse runs alone."""
-    return lambda row: (
-        "" if row["policy"] == "dense" else text(row) if callable(text) else cell(text, row)
-    )
+    return lambda row: "" if row["policy"] == "dense" else filled(text, row)
 
 
 def times(share: float | None) -> str:
@@ -34,6 +32,8 @@ def times(share: float | None) -> str:
 
 def right(row: Row, name: str, samples: str) -> str:
     """Right answers with dense attention and, of sparse runs, with the pattern."""
+    if not row[samples]:
+        return ""
     dense, own = (round(each * row[samples]) for each in row[name])
     own_too = "" if row["policy"] == "dense" else f", {own}"
     return f"{dense}{own_too} of {row[samples]}"
@@ -41,7 +41,7 @@ def right(row: Row, name: str, samples: str) -> str:
 
 ORDER = {name: at for at, name in enumerate(WAYS)}
 KEY = ("model", "tokens", "steps", "gpus", "policy")
-SHORT = {
+REST = {
     "trained with": options,
     "density": "{density:share}",
     "loss over dense training, both evaluated dense": of_sparse("{dense_loss_over_dense:over}"),
@@ -50,9 +50,10 @@ SHORT = {
     "over the dense step": of_sparse(lambda row: times(row["step_over_dense"])),
     "attention over dense": of_sparse(lambda row: times(row["layer_over_dense"])),
 }
+SHORT = {"tokens, steps": "{tokens:K}, {steps}", **REST}
 LONG = {
     "model, tokens, steps": "{model}, {tokens:K}, {steps}; {gpus} {gpu:gpu}",
-    **SHORT,
+    **REST,
     "recall": "{recall:.3f}",
     "loss with its own attention; code, book, speeches": of_sparse(
         lambda row: cell("{own_loss_over_dense:over}; ", row) + by_text(row, "own_over_dense")
@@ -80,20 +81,23 @@ def one(policy: str, tokens: int = 131072) -> Row:
     return [row for row in rows("long") if (row["policy"], row["tokens"]) == (policy, tokens)][-1]
 
 
-def _figures(name: str, policy: str) -> dict[str, Callable[[], str]]:
-    return {
-        f"long_{name}_density": lambda: cell("{density:share}", one(policy)),
-        f"long_{name}_dense": lambda: cell("{dense_loss_over_dense:over}", one(policy)),
-        f"long_{name}_own": lambda: cell("{own_loss_over_dense:over}", one(policy)),
-        f"long_{name}_own_code": lambda: cell(
-            "{x:over}", x=one(policy)["own_over_dense_by_text"]["code"]
-        ),
-        f"long_{name}_code": lambda: cell(
-            "{x:over}", x=one(policy)["dense_over_dense_by_text"]["code"]
-        ),
-        f"long_{name}_attention": lambda: times(one(policy)["layer_over_dense"]),
-        f"long_{name}_needle": lambda: right(one(policy), "needle", "needles"),
+def _figures(name: str, policy: str, tokens: int = 131072) -> dict[str, Callable[[], str]]:
+    def of(text: Column) -> Callable[[], str]:
+        return lambda: filled(text, one(policy, tokens))
+
+    found: dict[str, Column] = {
+        "steps": "{steps}",
+        "density": "{density:share}",
+        "recall": "{recall:.3f}",
+        "dense": "{dense_loss_over_dense:over}",
+        "own": "{own_loss_over_dense:over}",
+        "own_code": lambda row: cell("{x:over}", x=row["own_over_dense_by_text"]["code"]),
+        "code": lambda row: cell("{x:over}", x=row["dense_over_dense_by_text"]["code"]),
+        "step": lambda row: times(row["step_over_dense"]),
+        "attention": lambda row: times(row["layer_over_dense"]),
+        "needle": lambda row: right(row, "needle", "needles"),
     }
+    return {f"long_{name}_{figure}": of(text) for figure, text in found.items()}
 
 
 def _before(name: str, samples: str) -> str:
@@ -108,6 +112,7 @@ def _before(name: str, samples: str) -> str:
 FIGURES = {
     **_figures("target", "target@0.95"),
     **_figures("anneal", "schedule@anneal"),
+    **_figures("512k", "target@0.95", 524288),
     "long_steps": lambda: str(one("dense")["steps"]),
     "long_gpus": lambda: cell("{gpus} {gpu:gpu}", one("dense")),
     "long_dense_needle": lambda: right(one("dense"), "needle", "needles"),

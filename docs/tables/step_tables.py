@@ -394,3 +394,20 @@ training = Table(
     where=lambda row: row["commit"] == TRAINED,
     find=_runs,
 )
+
+
+def _logging(interval: int) -> Row:
+    """The last run that logs every so many steps, with the mean time of its last 40 steps."""
+    row = [row for row in rows("logging") if row["command"].endswith(f"--log-interval {interval}")][
+        -1
+    ]
+    times = row["step_ms"][-40 // interval :]
+    return {**row, "ms": sum(times) / len(times)}
+
+
+LOGGING = {
+    "logging_step": lambda: cell("{x:.2f} s", x=_logging(1)["ms"] / 1000),
+    "logging_gpu": lambda: cell("{world} {gpu:gpu}", _logging(1)),
+    "logging_cost": lambda: f"{100 * (_logging(1)['ms'] / _logging(20)['ms'] - 1):.1f}%",
+}
+"""What it costs to log each step."""
