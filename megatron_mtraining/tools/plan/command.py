@@ -1,5 +1,6 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""``mtraining plan memory``: what a training setting needs on each GPU; and ``mtraining plan layouts``."""
+"""``mtraining plan memory``: what a training command needs on each GPU, and how long a step takes; and
+``mtraining plan layouts``."""
 
 from __future__ import annotations
 
@@ -13,6 +14,8 @@ from ...errors import ConfigError, short
 from ...files import read_text
 from ..common.streams import Parser
 from .assumptions import GIB, OVERHEAD_GIB, SLACK
+from .gpu_options import add_gpu, check_gpu
+from .rates import gpu_of
 
 # What plans is imported as it runs: it imports torch and Megatron, and --help needs neither.
 
@@ -23,7 +26,7 @@ MAY_BE_0 = ("overhead_gib", "slack")
 EPILOG = """\
 FLAGS are Megatron's flags, as pretrain_gpt.py takes them, or a whole training command:
 
-  mtraining plan memory --gpu-memory-gib 139 --find seq-length -- torchrun ... pretrain_gpt.py ...
+  mtraining plan memory --gpu h200 --find seq-length -- torchrun ... pretrain_gpt.py ...
 
 Put the options above before --, or among the flags.
 """
@@ -43,7 +46,8 @@ def options_of_plan() -> argparse.ArgumentParser:
     parser = Parser(
         prog="mtraining plan memory",
         usage="%(prog)s [options] [--] FLAGS",
-        description="Compute the memory that a training setting needs on each GPU, without running it.",
+        description="Compute the memory that a training setting needs on each GPU, and with --gpu the "
+        "seconds of a step, without running it.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -59,13 +63,14 @@ def options_of_plan() -> argparse.ArgumentParser:
     parser.add_argument(
         "--gpu-memory-gib",
         type=float,
-        help="memory of a GPU in GiB: report whether the setting fits",
+        help="memory of a GPU in GiB: report whether the setting fits (default: that of --gpu)",
     )
+    add_gpu(parser, required=False)
     parser.add_argument(
         "--find",
         choices=FIND,
-        help="with --gpu-memory-gib: find the longest sequence, or the smallest context-parallel size, that "
-        "fits",
+        help="with --gpu or --gpu-memory-gib: find the longest sequence, or the smallest context-parallel "
+        "size, that fits",
     )
     parser.add_argument(
         "--overhead-gib",
@@ -93,6 +98,8 @@ def run(args) -> int:
         return run_layouts(args.words)
     options, words = options_of_plan().parse_known_args(args.words)
     words = [word for word in words if word != "--"]
+    if options.gpu and options.gpu_memory_gib is None:
+        options.gpu_memory_gib = gpu_of(options.gpu).memory_gib
     _check(options)
     if options.flags_file:
         words = _words_of(options.flags_file) + words
@@ -126,8 +133,9 @@ def run(args) -> int:
 
 
 def _check(options) -> None:
+    check_gpu(options)
     if options.find and options.gpu_memory_gib is None:
-        raise ConfigError("--find needs --gpu-memory-gib")
+        raise ConfigError("--find needs --gpu or --gpu-memory-gib")
     if options.find == "context-parallel-size" and options.world_size is not None:
         raise ConfigError(
             "--find context-parallel-size finds the world size: leave --world-size out"

@@ -10,16 +10,13 @@ from ...config import ConfigError
 from ..common.sizes import tokens_of
 from ..common.streams import Parser
 from ..report.table import table
+from .gpu_options import add_gpu, check_gpu, gpus_of_a_host
 from .layouts import DENSE, Asked, Layout, default_batch, fewest_gpus, fitting, layouts
-from .rates import GPUS, gpu_of
+from .rates import gpu_of
 from .shapes import SHAPES, shape_of
-from .step_time import Hosts
+from .step_time import PARTS, Hosts
 
-DENSITY = 0.15
-"""About what a target recall of 0.95 selects on code at 32K to 512K tokens (``sequences.jsonl``)."""
-LINK = 50.0
 MOST_GPUS = 2**16
-PARTS = ("attention", "layers", "loss", "communication", "bubble")
 
 
 def options_of_layouts() -> argparse.ArgumentParser:
@@ -32,16 +29,12 @@ def options_of_layouts() -> argparse.ArgumentParser:
         help=f"a Hugging Face folder, or one of {', '.join(SHAPES)}")  # fmt: skip
     add("--seq", type=tokens_of, required=True, help="tokens of a sequence, such as 256K")
     add("--gpus", type=int, required=True)
-    add("--gpu", required=True, help=", ".join(GPUS))
-    add("--nodes", type=int, help="hosts (default: of up to 8 GPUs)")
-    add("--link", type=float, default=LINK, metavar="GB/S",
-        help="one way of each GPU to other hosts (%(default)g: 400 Gbit/s)")  # fmt: skip
+    add_gpu(parser, required=True)
     add(
         "--batch",
         type=int,
         help="sequences of a step (default: a power of 2, of 4M tokens or more)",
     )
-    add("--density", type=float, default=DENSITY, help="share of the pairs (%(default)g)")
     add("--top", type=int, default=5, help="layouts to show (%(default)s)")
     add("--json", action="store_true", help="print JSON")
     return parser
@@ -56,18 +49,10 @@ def asked_of(options: argparse.Namespace) -> Asked:
         value = getattr(options, name)
         if value is not None and not 1 <= value <= MOST_GPUS:
             raise ConfigError(f"--{name} is {value}: use 1 to {MOST_GPUS}")
-    if not 0 < options.density <= 1:
-        raise ConfigError(f"--density is {options.density:g}: use a share above 0, up to 1")
-    if not 0 < options.link < 1e6:
-        raise ConfigError(f"--link is {options.link:g}: use GB/s above 0")
-    nodes = options.nodes or -(-options.gpus // 8)
-    if options.gpus % nodes:
-        raise ConfigError(
-            f"--gpus is {options.gpus}, which {nodes} nodes do not share evenly: give --nodes"
-        )
+    check_gpu(options)
     return Asked(
         shape_of(options.hf), options.seq, options.gpus, gpu_of(options.gpu),
-        Hosts(options.gpus // nodes, options.link),
+        Hosts(gpus_of_a_host(options.gpus, options.nodes), options.link),
         options.batch or default_batch(options.seq), options.density,
     )  # fmt: skip
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 from ..report.table import table
 from .assumptions import GIB
+from .gpu_options import gpus_of_a_host
 from .memory import Stage, needed, plan
 from .options import flags_of_megatron, option
+from .rates import gpu_of
 from .setting import Setting
+from .step_time import PARTS, Hosts, step_time
 
 NAMES = {
     "parameters": "parameters",
@@ -43,9 +46,26 @@ def report_of(setting: Setting, options, passed_over: list[str]) -> dict:
         needed=memory,
         gpu_memory_gib=limit,
         fits=None if limit is None else memory <= limit * GIB,
+        step=_step(setting, options) if options.gpu else None,
         passed_over=sorted(ignored - unknown),
         unknown=sorted(unknown),
     )
+
+
+def _step(setting: Setting, options) -> dict:
+    """Seconds of a step and of its parts, predicted."""
+    gpu, hosts = (
+        gpu_of(options.gpu),
+        Hosts(gpus_of_a_host(setting.world, options.nodes), options.link),
+    )
+    time = step_time(setting, gpu, hosts, options.density)
+    tokens = setting.args.seq_length * setting.args.micro_batch_size * setting.microbatches
+    return dict(
+        gpu=options.gpu, measured_gpu=gpu.measured,
+        density=options.density if setting.mtraining else None,
+        step_s=round(time.total, 4), **{f"{part}_s": round(getattr(time, part), 4) for part in PARTS},
+        tokens_per_s_gpu=round(tokens * setting.dp / time.total / setting.world, 1),
+    )  # fmt: skip
 
 
 def _found_with(args) -> str:
@@ -107,8 +127,20 @@ def as_text(report: dict) -> str:
     if report["fits"] is not None:
         words = "fits" if report["fits"] else "does not fit"
         lines.append(f"It {words} a GPU of {report['gpu_memory_gib']:g} GiB")
+    if report["step"]:
+        lines.append(_step_text(report["step"]))
     if report["passed_over"]:
         lines.append(f"Assumed not to change memory: {' '.join(report['passed_over'])}")
     if report["unknown"]:
         lines.append(f"Not flags of this Megatron-LM: {' '.join(report['unknown'])}")
     return "\n".join(lines)
+
+
+def _step_text(step: dict) -> str:
+    parts = ", ".join(f"{part} {step[f'{part}_s']:.2f}" for part in PARTS)
+    pairs = f" with {step['density']:.0%} of the pairs" if step["density"] else ""
+    scaled = "" if step["measured_gpu"] else "; no step was measured on this GPU, rates are scaled"
+    return (
+        f"A step{pairs} takes about {step['step_s']:.2f} s on {step['gpu']} ({parts}), "
+        f"{step['tokens_per_s_gpu']:.0f} tokens/s/GPU{scaled}"
+    )

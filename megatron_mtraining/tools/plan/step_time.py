@@ -12,6 +12,8 @@ from .setting import Setting
 from .weights import layer_parameters, stage_parameters
 
 GB, TERA = 1e9, 1e12
+PARTS = ("attention", "layers", "loss", "communication", "bubble")
+"""Of :class:`StepTime`, that plans show."""
 
 
 @dataclass(frozen=True)

@@ -69,10 +69,16 @@ def test_a_table_and_errors_of_the_command(capsys, tmp_path):
     assert main(["plan", "memory", "--flags-file", str(file), "--bf16", "--lr", "1"]) == 0
     text = capsys.readouterr().out
     assert "attention saved for recomputation" in text and "to change memory: --lr" in text
+    assert main(["plan", "memory", "--gpu", "a100-40g", "--", *SMALL.split(), "--bf16"]) == 0
+    text = capsys.readouterr().out
+    assert "It fits a GPU of 39.4 GiB" in text and "with 15% of the pairs takes about" in text
+    assert "no step was measured on this GPU" in text
     (tmp_path / "empty").write_text("# a run.sh --dry-run that failed\n")
     for words, message in (
         (["--flags-file", str(tmp_path / "empty")], "empty has no flags: the command that wrote it may"),
-        (["--find", "seq-length"], "--find needs --gpu-memory-gib"),
+        (["--find", "seq-length"], "--find needs --gpu or --gpu-memory-gib"),
+        (["--gpu", "h20"], "--gpu is h20: known are h200,"),
+        (["--gpu", "h200", "--nodes", "3", *SMALL.split()], "3 nodes do not share"),
         (["--gpu-memory-gib", "-1"], "must be positive"),
         (["--flags-file", str(tmp_path / "none")], "cannot be read"),
         (["--gpu-memory-gib", "1", "--find", "seq-length", *EXAMPLE.split(), *OURS.split()], "no seq-length"),

@@ -52,8 +52,12 @@ def test_layouts_fit_and_the_flags_of_the_first_make_it(capsys):
     assert sum(first[part] for part in parts) < first["step_s"] < 1.01 * sum(map(first.get, parts))
     model = words_of(shapes.shape_of("Qwen2.5-3B"), 524288)
     flags = [*model, "--seq-length", "524288", "--vocab-size", "151936", *first["flags"].split()]
-    assert main(["plan", "memory", "--json", "--gpu-memory-gib", "139.8", "--", *flags]) == 0
+    assert main(["plan", "memory", "--json", "--gpu", "h200", "--", *flags]) == 0
     memory = json.loads(capsys.readouterr().out)
+    assert memory["step"] == {
+        "gpu": "h200", "measured_gpu": True, "density": 0.15, "tokens_per_s_gpu": first["tokens_per_s_gpu"],
+        **{name: first[name] for name in ("step_s", *parts)},
+    }  # fmt: skip
     assert memory["fits"] and memory["needed"] / 2**30 == pytest.approx(first["need_gib"], abs=0.1)
 
 
@@ -89,7 +93,7 @@ def test_a_sparser_pattern_and_a_folder(capsys, tmp_path):
         (SMALL.replace("3B", "9B"), "--hf is Qwen2.5-9B: give a folder with a config.json, or one of"),
         (SMALL.replace("512K", "512k5"), "'512k5' is no number of tokens such as 131072, 128K or 1M"),
         (SMALL + " --density 0", "--density is 0: use a share above 0, up to 1"),
-        (SMALL + " --nodes 3", "--gpus is 4, which 3 nodes do not share evenly"),
+        (SMALL + " --nodes 3", "3 nodes do not share 4 GPUs evenly"),
         (SMALL.replace("512K", "500"), "no layout divides the GPUs, --batch 1, heads and layers"),
         (
             "--hf Qwen2.5-72B --seq 1M --gpus 8 --gpu h100-80g",
