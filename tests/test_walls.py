@@ -15,11 +15,12 @@ FLOORS = [
     ["errors"],
     ["requirements", "tensors", "files", "switches", "labels"],
     ["layout"],
-    ["checkout", "cp_group", "stream_graphs", "visibility"],
-    ["agreement", "relayout"],
+    ["checkout", "stream_graphs", "visibility"],
     ["kernels.limits", "kernels.types"],
     ["kernels.common"],
     ["kernels.attention", "kernels.selection", "kernels.loss"],
+    ["cp_group"],
+    ["agreement", "relayout"],
     ["config"],
     ["pattern"],
     ["ring"],
@@ -46,6 +47,8 @@ MEGATRON = (
 """What imports Megatron: the plug-in, and tools that build its models or write its datasets."""
 PROCESS_GROUPS = ("cp_group", "megatron", "models", "tools.doctor", "tools.quickstart")
 """What talks to process groups: imports ``torch.distributed``, but for its ``checkpoint``, which is files."""
+OF_OTHER_TOOLS = {"eval": {"convert"}, "plan": {"convert"}, "doctor": {"patching"}}
+"""Commands that a command is made of, beside what all share: ``tools.common`` and ``tools.report``."""
 BENCHMARKS = [["lib"], ["kernels", "layer", "model", "tools"], ["sparsebalance"], ["hosts"]]
 
 
@@ -130,6 +133,27 @@ def test_references_are_imported_by_their_room_alone(edges):
     assert found == []
 
 
+def tools_of_other_tools(edges) -> dict[str, set[str]]:
+    """By command, the other commands that its modules import."""
+    found: dict[str, set[str]] = {}
+    for module, others in edges.items():
+        own = _tool(module)
+        if own not in (None, "cli"):
+            found.setdefault(own, set()).update(filter(None, map(_tool, others)))
+    return {
+        own: more for own, others in found.items() if (more := others - {own, "common", "report"})
+    }
+
+
+def _tool(module: str) -> str | None:
+    room = module.removeprefix(f"{PACKAGE}.tools.")
+    return None if room == module else room.partition(".")[0]
+
+
+def test_commands_know_few_others(edges):
+    assert tools_of_other_tools(edges) == OF_OTHER_TOOLS
+
+
 def test_balance_is_entered_by_its_doors(edges):
     """Core attention has an observer, the run one object for all else; neither recomputation nor the pattern
     knows of it."""
@@ -167,7 +191,9 @@ def test_test_modules_do_not_import_each_other():
         ("tools.data.packing", "from ..inspect import options", "upward"),
         ("ring.schedule", "def f():\n    from ..attention import attend", "upward"),
         ("layout", "from .visibility import VisibleRanges", "circles"),
+        ("kernels.attention.backends", "from ...cp_group import CPGroup", "upward"),
         ("pattern.search", "import torch.distributed as dist", "torch.distributed"),
+        ("pattern.sampled_rows", "from torch import distributed", "torch.distributed"),
         ("config", "from megatron.core import parallel_state", "megatron"),
     ],
 )

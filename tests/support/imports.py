@@ -48,7 +48,8 @@ def imports(name: str, source: str, modules: Iterable[str]) -> set[str]:
                 base = ".".join([*above, *([node.module] if node.module else [])])
             for alias in node.names:
                 full = f"{base}.{alias.name}"
-                found.add(full if full in modules else base)
+                is_module = full in modules or full == "torch.distributed"
+                found.add(full if is_module else base)
     return found - {name}
 
 
