@@ -43,8 +43,8 @@ def attend(
 
     Args:
         query: ``[s, b, h, d]``, this rank's part of the sequence in the block-striped layout.
-        key, value: ``[s, b, hk, d]``. Head dim 64 or 128; bf16, fp16 or fp32; any strides (tensors
-            without unit stride in ``d`` are copied).
+        key, value: ``[s, b, hk, d]``. Head dimension one of ``kernels.limits.HEAD_DIMS``; bf16, fp16 or
+            fp32; any strides (tensors without unit stride in ``d`` are copied).
         config: the settings; ``s * world`` must be a multiple of ``block_size * world`` (on one rank
             the last block may be partial). Its file is not read: see ``head_policies``.
         cp_group: the context-parallel group; None for a single process.
