@@ -89,8 +89,7 @@ class AttentionCall(NamedTuple):
         compared = _COMPARED.setdefault(cp, set()) if self.query.is_cuda else set()
         if kind in compared:
             return
-        options = self.config.options().items()
-        given = {option(name): value for name, value in options if value is not None}
+        given = self.config.given()
         for name, tensor in operands.items():
             given[f"the shape of the {name}"] = tuple(tensor.shape)
             given[f"the dtype of the {name}"] = str(tensor.dtype)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.agreement import check_agreement
 from megatron_mtraining.attention import attend
 from megatron_mtraining.attention_call import AttentionCall
+from megatron_mtraining.config import Policy
 from megatron_mtraining.cp_group import RankGroup, cp_group_of
 from megatron_mtraining.visibility import VisibleRanges
 from tests.support.ranks import run_ranks
@@ -33,8 +35,15 @@ DIFFERENT = {
     "other documents": ("other documents", "documents is 'packed (SHA-256 of their starts"),
     "price of a call": ("price of a call", "price is [0.25] on rank 0, [3.0] on rank 1"),
     "no price of a call": ("no price", "the shape of the price is (1,) on rank 0, None on rank 1"),
+    "own policy": ("own policy", "the policy is OwnPolicy(step=2) on rank 0, OwnPolicy(step=3) on rank 1"),
     "documents of a batch": ("batch", "the shape of the documents is (1, 512) on rank 0, (2, 512) on rank 1"),
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class OwnPolicy(Policy):
+    name = "own"
+    step: int = 2
 
 
 def attend_differently(rank, world, case):
@@ -59,6 +68,8 @@ def attend_differently(rank, world, case):
             documents=VisibleRanges.from_lengths([[100, 2 * TOKENS - 100]] * (1 + rank), 2 * TOKENS)
         )
     config = MTrainingConfig.from_options(**options)
+    if case == "own policy":
+        config = config.with_policy(OwnPolicy(2 + rank))
     try:
         attend(query, key, value, config=config, cp_group=dist.group.WORLD, **more)
     except ConfigError as error:

@@ -19,7 +19,6 @@ from .options import (
     Option,
 )
 from .policies import (
-    BLOCK_POLICY_NAMES,
     BlockListPolicy,
     FixedPolicy,
     LastRowsSampling,
@@ -39,7 +38,6 @@ from .validation import option
 
 __all__ = [
     "BALANCE",
-    "BLOCK_POLICY_NAMES",
     "BLOCK_SIZES",
     "BY_NAME",
     "DENSE",

@@ -263,7 +263,6 @@ def has_price(policy: Policy) -> TypeGuard[PricePolicy]:
 POLICIES: dict[str, type[Policy]] = {
     policy.name: policy for policy in (PricePolicy, FixedPolicy, XAttentionPolicy, MobaPolicy)
 }
-BLOCK_POLICY_NAMES = tuple(name for name, policy in POLICIES.items() if policy.has_block_lists)
 
 
 @dataclass(frozen=True)

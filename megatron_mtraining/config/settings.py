@@ -203,6 +203,13 @@ class MTrainingConfig:
             values["target_recall"] = None
         return {**values, "policy": self.policy.name, "estimator": self.sampling.name}
 
+    def given(self) -> Values:
+        """Every option that has a value, by the name that a user knows it by. A policy of a module of its
+        own, whose settings no option has, is there as a whole."""
+        found = {option(name): value for name, value in self.options().items() if value is not None}
+        is_own = type(self.policy) is not POLICIES.get(self.policy.name)
+        return {**found, "the policy": self.policy} if is_own else found
+
     def with_policy(self, policy: Policy) -> MTrainingConfig:
         """These settings with another policy.
 

@@ -72,7 +72,7 @@ def check_ranks(config) -> None:
 def given_to_rank(config) -> dict[str, Any]:
     """What this rank was started with, by the name that the user knows it by."""
     ours = settings(config)
-    given: dict[str, Any] = {option(name): value for name, value in ours.options().items()}
+    given: dict[str, Any] = ours.given()
     if ours.settings is not None:
         content = Path(ours.settings).read_bytes()
         name = f"the content (SHA-256) of {option('settings')}"

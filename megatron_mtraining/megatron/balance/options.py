@@ -14,7 +14,6 @@ from ...balance.coefficients import CPU, H200
 from ...balance.latency import AttentionShape, predict
 from ...balance.plan import PlanSizes, Predict
 from ...config import (
-    BLOCK_POLICY_NAMES,
     ConfigError,
     MTrainingConfig,
     has_price,
@@ -188,7 +187,7 @@ def predictor(args, config: MTrainingConfig, seq_length: int) -> Predict | None:
     tensor = getattr(args, "tensor_model_parallel_size", 1) or 1
     head_dim = args.kv_channels or args.hidden_size // heads
     shape = AttentionShape(heads // tensor, max(groups // tensor, 1), head_dim)
-    kind = "block_lists" if config.policy.name in BLOCK_POLICY_NAMES else "vertical_slash"
+    kind = "block_lists" if config.policy.has_block_lists else "vertical_slash"
     if config.keeps_all(seq_length):
         kind = "dense"
     if ("dense", head_dim) not in H200:
