@@ -148,8 +148,10 @@ def recall_density(
         target: the recall to mark.
     """
     figure, axes = pyplot.subplots(figsize=(8, 5.6), layout="constrained")
+    # Those of a dark page are its own.
+    colours = COLOURS if _is_light() else pyplot.rcParams["axes.prop_cycle"].by_key()["color"]
     for number, (name, (density, mean, decile)) in enumerate(curves.items()):
-        colour = COLOURS[number % len(COLOURS)]
+        colour = colours[number % len(colours)]
         percent = 100 * np.asarray(density)
         axes.plot(percent, 100 * np.asarray(mean), "o-", color=colour, markersize=4, label=name)
         axes.plot(percent, 100 * np.asarray(decile), ":", color=colour, linewidth=1.2)
@@ -253,8 +255,11 @@ def _mass_map(axes, mass: np.ndarray, seq_length: int):
 
 def _nothing() -> str:
     """The colour of cells without a value, near the page's."""
-    is_light = matplotlib.colors.to_rgb(pyplot.rcParams["figure.facecolor"])[0] > 0.5
-    return "#e8e8e8" if is_light else "#2a2d33"
+    return "#e8e8e8" if _is_light() else "#2a2d33"
+
+
+def _is_light() -> bool:
+    return matplotlib.colors.to_rgb(pyplot.rcParams["figure.facecolor"])[0] > 0.5
 
 
 def _heat_map(axes, density: np.ndarray, seq_length: int, norm=None):

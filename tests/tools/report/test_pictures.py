@@ -1,10 +1,13 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Pictures show the numbers that they were given."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 from megatron_mtraining.tools.report import pictures
+from megatron_mtraining.tools.report.themes import COLOURS, svg_by_theme
 
 
 @pytest.fixture
@@ -108,3 +111,12 @@ def test_attention_and_pattern_stand_side_by_side(tmp_path, drawn):
     assert np.array_equal(right.get_array().filled(0), np.nan_to_num(density))
     assert right.get_array().mask[3].all()  # grey, not "nothing kept"
     assert left.get_extent() == right.get_extent() == [0, 512, 512, 0]
+
+
+def test_curves_have_the_colours_of_the_page():
+    curves = {"price": ([0.1, 0.4], [0.8, 0.9], [0.6, 0.8])}
+    draw = partial(pictures.recall_density, curves=curves, target=0.9, title="")
+    for theme, picture in svg_by_theme(draw).items():
+        assert [COLOURS[each][0] in picture for each in COLOURS] == [
+            each == theme for each in COLOURS
+        ]
