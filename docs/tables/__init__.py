@@ -126,8 +126,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     },
     "predicted_over_measured_128k": lambda: frontier_tables.predicted_over_measured(131072),
     "predicted_over_measured_512k": lambda: frontier_tables.predicted_over_measured(524288),
-    "step_512k_predicted": lambda: f"{frontier_tables.predicted_seconds(524288):.1f} s",
-    "step_128k_predicted": lambda: f"{frontier_tables.predicted_seconds(131072):.1f} s",
     **{
         f"{name}_{figure}": lambda row=row, model=model, make=make: make(row(model))
         for name, model, row in (

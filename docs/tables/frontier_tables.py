@@ -282,11 +282,6 @@ def predicted_over_measured(seq: int) -> str:
     return f"{100 * (at_density / (row['iter_ms'] / 1000) - 1):+.1f}%"
 
 
-def predicted_seconds(seq: int) -> float:
-    """The step of a length at the chosen setting."""
-    return sum(_parts(seq)[1:])
-
-
 def _predictions(_: list[Row]) -> list[Row]:
     """Steps of Qwen2.5-3B's shape on four GPUs at the chosen setting: what a measured step takes beside its
     attention, and the attention of as many measured layers, evenly over the GPUs."""
