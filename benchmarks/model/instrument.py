@@ -14,6 +14,7 @@ import json
 import runpy
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,6 +53,7 @@ def run(
     keep_output: bool = False,
     drop: Sequence[str] = (),
     documents: str | None = None,
+    starts: str | None = None,
 ) -> None:
     """Run ``script`` as ``__main__``.
 
@@ -61,6 +63,7 @@ def run(
         keep_output: recomputation does not run Transformer Engine's attention again.
         drop: options to leave out with their values, by how they begin.
         documents: a file for the losses of the packed documents of the first micro-batch.
+        starts: a file for the seconds at which rank 0 begins each step, with nothing left to do on its GPU.
     """
     sys.argv = [script, *without(sys.argv[1:], drop)]
     if loss_chunk:
@@ -78,6 +81,10 @@ def run(
             return get_args().train_iters - get_args().iteration
 
         training.train_step = Profiling(Path(traces), steps, total).around(training.train_step)
+    if starts:
+        from megatron.training import training
+
+        training.train_step = timing(training.train_step, Path(starts))
     runpy.run_path(script, run_name="__main__")
 
 
@@ -251,6 +258,20 @@ class Profiling:
             traceback.print_exc()
             return
         (self.folder / RANK.format(rank)).write_text(json.dumps(found), encoding="utf-8")
+
+
+def timing(train_step, file: Path):
+    """``train_step``, which first writes to ``file`` when it begins."""
+
+    @functools.wraps(train_step)
+    def call(*args, **kwargs):
+        _finish()
+        if torch.distributed.get_rank() == 0:
+            with open(file, "a", encoding="utf-8") as seconds:
+                seconds.write(f"{time.perf_counter()}\n")
+        return train_step(*args, **kwargs)
+
+    return call
 
 
 def _finish() -> None:

@@ -38,6 +38,8 @@ WARM_UP = 4
 DENSE_RECOMPUTE = {"twice": "twice", "kept": "output kept"}
 """What a dense step recomputes: whole layers, as full recomputation does, or all but attention's forward
 (:func:`~.instrument.kept`)."""
+STARTS = "starts"
+"""File with the seconds at which each step begins."""
 ITERATION = re.compile(
     r"iteration\s+(\d+)/.*?elapsed time per iteration \(ms\): ([\d.]+).*?lm loss: ([-+\d.Ena]+)"
 )
@@ -172,6 +174,8 @@ def command(options, folder: Path) -> tuple[list[str], dict[str, str]]:
         changes["keep_output"] = True
     if options.breakdown:
         changes.update(traces=str(traces_of(options, folder)), steps=options.breakdown)
+    if options.logged_apart:
+        changes["starts"] = str(folder.resolve() / STARTS)
     if drop:
         changes["drop"] = drop
     checkout = options.megatron
@@ -208,7 +212,27 @@ def follow_run(options) -> tuple[str, dict]:
         parts = {}
         if options.breakdown:
             parts = breakdowns(traces_of(options, Path(folder)))
+        if options.logged_apart:
+            starts = [float(line) for line in (Path(folder) / STARTS).read_text().split()]
+            parts |= logged_apart(starts, argument(log, "log_interval"), options.warm_up)
     return log, parts
+
+
+def logged_apart(starts: list[float], interval: int, warm_up: int) -> dict:
+    """The mean time of the steps that are logged, and of those that are not.
+
+    Args:
+        starts: the seconds at which each step begins, with what its log takes before the next; the last
+            step, which has no next, and those of ``warm_up`` are left out.
+        interval: steps of which one is logged.
+    """
+    steps = [1000 * (end - start) for start, end in zip(starts, starts[1:])]
+    logged, others = [], []
+    for number, ms in enumerate(steps[warm_up:], warm_up + 1):
+        (others if number % interval else logged).append(ms)
+    return dict(
+        logged_ms=round(statistics.mean(logged), 3), unlogged_ms=round(statistics.mean(others), 3)
+    )
 
 
 def run(options) -> None:
@@ -396,6 +420,10 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     runs.add_argument(
         "--traces", type=Path, metavar="FOLDER", help="keep --breakdown's traces here"
     )
+    runs.add_argument(
+        "--logged-apart", action="store_true",
+        help="time steps that are logged apart from others (Megatron's --log-interval 2 or more)",
+    )  # fmt: skip
     runs.add_argument("--memory-interval", action="store_true", help="log memory each iteration")
     runs.add_argument("--log", type=Path, help="keep Megatron's log here")
     runs.add_argument("--output", type=Path, default=record.RESULTS / "pretrain.jsonl")
