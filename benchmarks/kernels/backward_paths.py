@@ -20,6 +20,7 @@ commit 180a6b5 rows of one pass had tiles of all heads' columns at work at one t
 
 from __future__ import annotations
 
+import os
 import time
 from unittest.mock import patch
 
@@ -28,7 +29,6 @@ import torch
 from megatron_mtraining.kernels.attention.hopper import backward_key
 
 from ..lib import record
-from ..lib.environment import variable
 from ..lib.workloads import share_for
 from .attention import DENSE_SEQ, SHOWN, Case, attention_runs, index_of, passes, rows_of, take_turns
 
@@ -80,7 +80,7 @@ def along(path: str, chunk: int, one_launch: bool, backward):
 
     def run():
         with (
-            variable("MTRAINING_BACKWARD", path),
+            patch.dict(os.environ, MTRAINING_BACKWARD=path),
             patch.object(backward_key, "CHUNK", chunk),
             patch.object(backward_key, "ONE_LAUNCH", one_launch),
         ):

@@ -8,9 +8,11 @@ the peer's own error. Imports are inside the functions, as most peers are not in
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -21,7 +23,6 @@ from megatron_mtraining.ring import Ring
 from megatron_mtraining.ring.attention import ring_attention
 
 from ..lib import record
-from ..lib.environment import variable
 from ..lib.workloads import BLOCK, draw_operands, fa4, heads_first, tokens_first
 from .attention import DENSE, Case, dense_with, flex_for, passes
 from .peer_blocks import key_blocks, key_intervals, query_blocks
@@ -64,7 +65,6 @@ class Call(NamedTuple):
     layout: str = "bshd"  # of out and gradients
     block: tuple[int, int] | None = BLOCKS  # query and key tokens of a block; None: dense
     note: str = ""
-    refused: str = ""  # why there is no backward
 
 
 def draw(case: Case, index: Any, dense_seq: int, device: str) -> Problem:
@@ -93,7 +93,7 @@ def mtraining(problem: Problem, path: str = "two_kernels") -> Call:
     forward, backward = passes(run, problem.operands)
 
     def backward_along_path():
-        with variable("MTRAINING_BACKWARD", path):
+        with mock.patch.dict(os.environ, MTRAINING_BACKWARD=path):
             return backward()
 
     return Call(forward, backward_along_path, problem.pairs, "sbhd")

@@ -109,7 +109,7 @@ def prepare(
         if op == "backward":
             return call._replace(backward=None), "", why
         return None, why, why
-    return call, "", call.refused
+    return call, "", ""
 
 
 def peers_of(case: Case, wanted: Sequence[str], measured: set) -> list[str]:

@@ -7,8 +7,8 @@ merge of W ranks' offers too) and no communication, and the chosen sets are of t
 Prints a table and appends rows to ``results/selection.jsonl``: milliseconds of
 GPU time (``ms``, replayed as a CUDA graph: what a queue that runs ahead of the GPU would show), the
 same launched one by one (``launched_ms``) and the host's time to launch it all (``host_ms``), medians;
-transient memory at its peak, and what the index keeps. ``vertical`` is the cap with policy price; half of the
-rows are held out where a stratum has several. Of policies that choose lists of blocks, and of heads of which
+and what the index keeps. ``vertical`` is the cap with policy price; half of the rows are held out where a
+stratum has several. Of policies that choose lists of blocks, and of heads of which
 some do (``mixed``: every second by xattention, the others by price), there is no ``ms``: making lists waits
 for the device.
 
@@ -94,16 +94,6 @@ def graph_milliseconds(run) -> float:
     return median
 
 
-def transient_bytes(run) -> int:
-    """Peak of the memory that one choice allocates, its result counted in."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
 def run_case(seq, world, settings):
     settings = dict(settings)
     standing_out, mixed = settings.pop("standing_out", 0), settings.pop("mixed", False)
@@ -131,13 +121,13 @@ def run_case(seq, world, settings):
         policy="mixed" if mixed else config.policy.name, vertical=flat["vertical"] or flat["vertical_cap"],
         slash=flat["slash"], rows=rows, standing_out=standing_out,
         ms=ms and round(ms, 4), launched_ms=round(launched, 4), host_ms=round(host_milliseconds(run), 4),
-        transient_bytes=transient_bytes(run), index_bytes=nbytes,
+        index_bytes=nbytes,
     )  # fmt: skip
     print(
         f"index {seq:7d} tokens / {world} ranks, {row['policy']}, {row['vertical'] or 0:4d} columns, "
         f"{rows:3d} rows{f', {standing_out} stand out' if standing_out else ''}: "
         f"{'' if lists else f'{ms:.3f} ms, '}launched {launched:.3f} ms, host {row['host_ms']:.3f} ms, "
-        f"transient {row['transient_bytes'] / 1e6:.1f} MB, index {nbytes / 1e6:.2f} MB",
+        f"index {nbytes / 1e6:.2f} MB",
         flush=True,
     )
     return row

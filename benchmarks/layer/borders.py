@@ -7,10 +7,8 @@ backward: four exchanges in a micro-batch. Appends rows to ``results/borders.jso
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -43,10 +41,9 @@ def milliseconds(run, device: str) -> float:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = record.parser(__doc__, "borders.jsonl")
     parser.add_argument("--tokens", type=int, default=32768, help="of a rank")
     parser.add_argument("--hidden", type=int, nargs="+", default=[896, 2048, 4096])
-    parser.add_argument("--output", type=Path, default=record.RESULTS / "borders.jsonl")
     options = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))

@@ -1,26 +1,26 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Launches and host time of a short layer's attention on one GPU: pattern search, forward and backward.
 
-For each length and policy there are two rows, measured in turns: all launched kernel by kernel (``search``
-is "kernels"), and with the search captured as a CUDA graph ("graph"; see
+With policy price. For each length there are two rows, measured in turns: all launched kernel by kernel
+(``search`` is "kernels"), and with the search captured as a CUDA graph ("graph"; see
 :mod:`megatron_mtraining.pattern.search_graph`). Of the search alone, of the forward with its search, and of
 the backward, a row has
 
 - ``_host_us``: microseconds until the host has launched all, beginning with an idle GPU: a median;
 - ``_ms``: milliseconds of the GPU, launched ahead;
-- ``_launches``: what the host launches: kernels, copies and graphs;
-- ``_kernels``: what then runs, those of a graph counted too.
+- ``_launches``: what the host launches: kernels, copies and graphs.
 
     python -m benchmarks.layer.short_layers [--seq 8192 16384 32768] [--output FILE]
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -32,13 +32,11 @@ from megatron_mtraining.pattern import search_pattern
 
 from ..lib import record
 from ..lib.clock import Clock
-from ..lib.environment import variable
 from ..lib.workloads import draw_structured
 
 SHAPE = dict(heads=16, kv_heads=2, dim=128)
 COLUMNS = 1000
 """Twice as many keys stand out for each KV head."""
-POLICIES = {"price": dict(policy="price"), "fixed": dict(vertical=1000, slash=100)}
 WARM_UP = 4
 """Calls until all is compiled and captured: the second search is."""
 ROUNDS = 5
@@ -51,9 +49,9 @@ CAPTURED = {"kernels": "0", "graph": "1"}
 """``MTRAINING_SEARCH_GRAPH``, by what rows have as ``search``."""
 
 
-def captured(what: str) -> AbstractContextManager[None]:
-    """Capture what :data:`CAPTURED` says."""
-    return variable("MTRAINING_SEARCH_GRAPH", CAPTURED[what])
+def captured(what: str):
+    """A context in which the search is captured as :data:`CAPTURED` says."""
+    return mock.patch.dict(os.environ, MTRAINING_SEARCH_GRAPH=CAPTURED[what])
 
 
 def operands(seq: int, shape: dict[str, int], device: torch.device) -> tuple[Tensor, ...]:
@@ -90,8 +88,8 @@ def host_microseconds(run: Callable[[], object], device: torch.device) -> list[f
     return times
 
 
-def launches(run: Callable[[], object]) -> tuple[int, int]:
-    """What the host launches, and what then runs on the GPU."""
+def launches(run: Callable[[], object]) -> int:
+    """What the host launches."""
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
@@ -99,20 +97,20 @@ def launches(run: Callable[[], object]) -> tuple[int, int]:
         run()
         torch.cuda.synchronize()
     assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
-    ran = [
+    launched = {
         event.correlation_id()
         for event in profiler.profiler.kineto_results.events()
         if event.device_type() == torch.autograd.DeviceType.CUDA
-    ]
-    return len(set(ran)), len(ran)
+    }
+    return len(launched)
 
 
-def measured(tensors: tuple[Tensor, ...], name: str) -> list[dict]:
-    """The rows of one policy."""
+def measured(tensors: tuple[Tensor, ...]) -> list[dict]:
+    """The rows of one length."""
     query, key, *_ = tensors
     seq, _, heads, dim = query.shape
     device, clock = query.device, Clock(query.device)
-    config = MTrainingConfig.for_sequence(seq, **POLICIES[name])
+    config = MTrainingConfig.for_sequence(seq)
     runs: dict[str, dict[str, Callable[[], object]]] = {}
     host: dict[tuple[str, str], list[float]] = {}
     rows = []
@@ -130,34 +128,31 @@ def measured(tensors: tuple[Tensor, ...], name: str) -> list[dict]:
     for what in CAPTURED:
         row = dict(
             op="short", impl="mtraining", seq=seq, heads=heads, kv_heads=key.shape[2], dim=dim,
-            policy=name, search=what,
+            policy=config.policy.name, search=what,
         )  # fmt: skip
         with captured(what):
             for part, run in runs[what].items():
                 row[f"{part}_host_us"] = round(statistics.median(host[what, part]), 1)
-                row[f"{part}_ms"] = round(clock(run).gpu, 4)
+                row[f"{part}_ms"] = round(clock(run), 4)
                 if device.type == "cuda":
-                    row[f"{part}_launches"], row[f"{part}_kernels"] = launches(run)
+                    row[f"{part}_launches"] = launches(run)
         rows.append(row)
         counts = "".join(
             f"; {part}: host {row[f'{part}_host_us']:.0f} us, GPU {row[f'{part}_ms']:.3f} ms, "
-            f"{row.get(f'{part}_launches')} launches of {row.get(f'{part}_kernels')} kernels"
+            f"{row.get(f'{part}_launches')} launches"
             for part in runs[what]
         )
-        print(f"{seq:6d} tokens, {name}, {row['search']}{counts}", flush=True)
+        print(f"{seq:6d} tokens, {row['search']}{counts}", flush=True)
     return rows
 
 
 def main(words: list[str] | None = None) -> None:
     parser = record.parser(__doc__, "short_layers.jsonl")
     parser.add_argument("--seq", type=int, nargs="+", default=[8192, 16384, 32768])
-    parser.add_argument("--policy", nargs="+", choices=list(POLICIES), default=["price"])
     options = parser.parse_args(words)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for seq in options.seq:
-        tensors = operands(seq, SHAPE, device)
-        for name in options.policy:
-            record.append(options.output, measured(tensors, name))
+        record.append(options.output, measured(operands(seq, SHAPE, device)))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Times of a GPU, without the host's, and of the host, without the GPU's."""
+"""Times of a GPU, without the host's."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
@@ -20,30 +19,22 @@ LONG = 0.3
 """Of a run that takes more seconds, one more is enough."""
 
 
-class Time(NamedTuple):
-    """Milliseconds, medians over a few rounds; see :class:`Clock`."""
-
-    gpu: float
-    """From the first kernel's start to the last one's end, launched ahead; on a CPU, the whole."""
-    host: float
-    """Until the host has launched all."""
-
-
 class Clock:
     """Measures runs on one device.
 
     A GPU first sleeps while the host launches: so no kernel waits for the host, and the time between two
     events is the GPU's. What waits for the GPU itself, as the search of xattention does, cannot be launched
-    ahead; its waiting is in its time, of the GPU and of the host. What else the host does only adds to that,
-    so each run is timed by itself and the shortest time is taken.
+    ahead; its waiting is in its time. What else the host does only adds to that, so each run is timed by
+    itself and the shortest time is taken.
     """
 
     def __init__(self, device: torch.device):
         self.device = device
         self._cycles = self._cycles_a_second() if device.type == "cuda" else 0.0
 
-    def __call__(self, run: Callable[[], object], waits: bool = False) -> Time:
-        """The time of ``run``, which has been run before.
+    def __call__(self, run: Callable[[], object], waits: bool = False) -> float:
+        """Milliseconds of ``run``, which has been run before, from its first kernel's start to the last one's
+        end: the median over a few rounds.
 
         Args:
             waits: whether it waits for the device.
@@ -51,7 +42,7 @@ class Clock:
         if self.device.type != "cuda":
             start = time.perf_counter()
             run()
-            return Time(1e3 * (time.perf_counter() - start), 0.0)
+            return 1e3 * (time.perf_counter() - start)
         first, host = self._round(run, 1, None if waits else FIRST)
         if waits:
             count, rounds = 1, max(3, min(15, round(2 * WANTED / max(first, 1e-6))))
@@ -60,15 +51,13 @@ class Clock:
             rounds = max(3, min(7, round(WANTED / (count * first))))
         if first > LONG:
             rounds = 1
-        found, hosts = ([first] if first > LONG else []), []
+        found = [first] if first > LONG else []
         sleep = None if waits else min(MOST, 1.5 * count * host)
         for _ in range(rounds):
-            seconds, host = self._round(run, count, sleep)
-            found.append(seconds)
-            hosts.append(host)
+            found.append(self._round(run, count, sleep)[0])
         seconds = min(found) if waits else statistics.median(found)
         # Of nothing at all an event shows 0, which no error is relative to.
-        return Time(max(1e-4, 1e3 * seconds), 1e3 * min(hosts))
+        return max(1e-4, 1e3 * seconds)
 
     def _round(self, run, count: int, sleep: float | None) -> tuple[float, float]:
         """Seconds of the GPU and of the host for one of ``count`` runs, launched while the GPU sleeps for at

@@ -59,14 +59,14 @@ class Deadline:
         self.end = None if minutes is None else STARTED + 60 * minutes
         self.expected, self._took = expected, []
 
-    def took(self, seconds: float, size: float = 1.0) -> None:
-        """A job of a size has taken so long."""
-        self._took.append(seconds / size)
+    def took(self, seconds: float) -> None:
+        """A job has taken so long."""
+        self._took.append(seconds)
 
-    def fits(self, size: float = 1.0) -> bool:
-        """Whether a job that is begun now is expected to end in time."""
+    def fits(self, jobs: float = 1.0) -> bool:
+        """Whether so many jobs that are begun now are expected to end in time, one after the other."""
         # Not the longest: the first run of each process compiles, and of one that is dense takes longer.
-        usual = (statistics.median(self._took) if self._took else self.expected) * size
+        usual = (statistics.median(self._took) if self._took else self.expected) * jobs
         return self.end is None or time.monotonic() + MARGIN * usual <= self.end
 
 
@@ -76,14 +76,12 @@ def run_jobs(
     output: Path,
     count: int,
     deadline: Deadline,
-    size: Callable[[Any], float] = lambda job: 1.0,
 ) -> int:
     """Do jobs in their order, ``count`` at once, and append each one's row when it ends.
 
     Args:
         work: does a job: gives its row, or None if it has none. A function of a module, as other processes
             call it; with ``count`` 1 this process does. A job that fails is printed, and the others go on.
-        size: of a job, in time.
 
     Returns:
         How many jobs were not begun because time is short.
@@ -96,19 +94,19 @@ def run_jobs(
         except (RuntimeError, ValueError, OSError, ConfigError) as error:
             print(f"job {job} has failed: {error}", flush=True)
             return
-        deadline.took(time.monotonic() - began, size(job))
+        deadline.took(time.monotonic() - began)
         if row is not None:
             record.append(output, [row])
 
     if count == 1:
-        while left and deadline.fits(size(left[0])):
+        while left and deadline.fits():
             job, began = left.pop(0), time.monotonic()
             ended(job, lambda: work(job), began)
         return len(left)
     under_way: dict = {}
     with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
         while left or under_way:
-            while left and len(under_way) < count and deadline.fits(size(left[0])):
+            while left and len(under_way) < count and deadline.fits():
                 job = left.pop(0)
                 under_way[pool.submit(work, job)] = job, time.monotonic()
             if not under_way:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from importlib import import_module
 from pathlib import Path
 
@@ -160,15 +159,9 @@ def mask_rows(distances: Tensor, columns: Tensor, rows: Tensor, keys: int) -> Te
 
 def read_operands(path: Path) -> tuple[Tensor, Tensor]:
     """query ``[s, 1, h, d]`` and key ``[s, 1, hk, d]`` of a safetensors file that holds ``query`` and
-    ``key`` as ``[heads, s, d]`` in bfloat16. Read by hand: the format is a header and bytes."""
-    raw = path.read_bytes()
-    start = 8 + int.from_bytes(raw[:8], "little")
-    header = json.loads(raw[8:start])
-    found = []
-    for name in ("query", "key"):
-        if name not in header or header[name]["dtype"] != "BF16":
-            raise ValueError(f"{path.name} has no {name!r} in bfloat16")
-        low, high = header[name]["data_offsets"]
-        flat = torch.frombuffer(bytearray(raw[start + low : start + high]), dtype=torch.bfloat16)
-        found.append(flat.view(header[name]["shape"]).transpose(0, 1)[:, None].contiguous())
-    return found[0], found[1]
+    ``key`` as ``[heads, s, d]``."""
+    from safetensors.torch import load_file
+
+    found = load_file(path)
+    query, key = (found[name].transpose(0, 1)[:, None].contiguous() for name in ("query", "key"))
+    return query, key

@@ -42,7 +42,7 @@ from . import continuing, texts
 from .frontier import RUN_SECONDS
 from .frontier_rows import decay_of
 from .frontier_settings import about as about_model
-from .frontier_settings import on_frontier, run_of_frontier, setting_of, split
+from .frontier_settings import dense_run, on_frontier, setting_of, split
 from .layer_times import Layer
 from .material import material
 
@@ -87,17 +87,12 @@ VARIANTS = {
 """By name, most informative first."""
 
 
-class IsDense:
-    """Whether a step is dense, from its number and the number of all steps."""
-
-    def __init__(self, where: str, value: float):
-        self.where, self.value = where, value
-
-    def __call__(self, step: int, steps: int) -> bool:
-        if self.where == "every":
-            return step % round(self.value) == round(self.value) - 1
-        count = max(1, round(self.value * steps))
-        return step < count if self.where == "first" else step >= steps - count
+def is_dense(where: str, value: float, step: int, steps: int) -> bool:
+    """Whether a step of so many is dense; see ``dense_steps`` of :class:`Variant`."""
+    if where == "every":
+        return step % round(value) == round(value) - 1
+    count = max(1, round(value * steps))
+    return step < count if where == "first" else step >= steps - count
 
 
 class Frozen:
@@ -126,12 +121,8 @@ class Frozen:
 
 @functools.cache
 def _kept() -> tempfile.TemporaryDirectory:
+    """A folder of settings files, until this process ends."""
     return tempfile.TemporaryDirectory(prefix="ablations-")
-
-
-def _folder() -> Path:
-    """Of settings files, until this process ends."""
-    return Path(_kept().name)
 
 
 def config_of(variant: Variant, setting: dict, layers: int, options) -> MTrainingConfig:
@@ -142,7 +133,7 @@ def config_of(variant: Variant, setting: dict, layers: int, options) -> MTrainin
     if first + last > layers:
         raise ConfigError(f"the model has {layers} layers, fewer than {variant.setting}")
     dense = [*range(first), *range(layers - last, layers)]
-    file = _folder() / f"{first}_{last}.json"
+    file = Path(_kept().name, f"{first}_{last}.json")
     file.write_text(json.dumps({"layers": {str(layer): {"dense": True} for layer in dense}}))
     return policies_at_density.config_of({**setting, "settings": str(file)}, options.block_size)
 
@@ -164,15 +155,15 @@ def work(job: tuple[str, int, argparse.Namespace]) -> dict:
     setting = setting_of(variant.policy or policy, wanted, on_frontier(options), given)
     model = continuing.load(options)[0]
     config = config_of(variant, setting, model.config.num_hidden_layers, options)
-    is_dense = IsDense(*variant.dense_steps) if variant.dense_steps else None
+    dense_steps = functools.partial(is_dense, *variant.dense_steps) if variant.dense_steps else None
     if variant.is_frozen:
         Frozen()
     attention = FROZEN if variant.is_frozen else continuing.NAME
-    run = continuing.Run(name, seed, options.steps, config, is_dense, attention)
+    run = continuing.Run(name, seed, options.steps, config, dense_steps, attention)
     row, _ = continuing.train(run, given, options)
     if variant.is_frozen:
         row["recall"] = None  # measured on the window that selected the pattern
-    dense = run_of_frontier(options, "dense", None, seed)
+    dense = dense_run(options, seed)
     assert dense is not None  # train() has looked
     return dict(
         what=variant.what, setting=variant.setting, variant=name, base=options.base, options=setting,
@@ -184,7 +175,7 @@ def work(job: tuple[str, int, argparse.Namespace]) -> dict:
 def train(options) -> int:
     """Rows of training."""
     policy, wanted = split(options.base)
-    seeds = [seed for seed in options.seeds if run_of_frontier(options, "dense", None, seed)]
+    seeds = [seed for seed in options.seeds if dense_run(options, seed)]
     if missing := [seed for seed in options.seeds if seed not in seeds]:
         raise ConfigError(
             f"{options.frontier.name} has no dense run of {options.steps} steps with seeds {missing}: run "
@@ -227,8 +218,8 @@ def time_layers(options) -> int:
         rows = [
             dict(
                 what="recomputation", setting=f"{kept} kept", options=found.setting, seq=seq,
-                density=found.density, loss_over_dense=None, step_ms=each["ms"], shape=list(options.shape),
-                over_base=round(each["ms"] / times["result"]["ms"], 4),
+                density=found.density, loss_over_dense=None, step_ms=each, shape=list(options.shape),
+                over_base=round(each / times["result"], 4),
             )
             for kept, each in times.items()
         ]  # fmt: skip

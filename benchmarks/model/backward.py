@@ -39,7 +39,7 @@ from ..lib import jobs, record
 from ..lib.policies_at_density import at_density, config_of
 from . import continuing
 from .frontier import RUN_SECONDS
-from .frontier_settings import about, rows_like, run_of_frontier, setting_of, split
+from .frontier_settings import about, dense_run, rows_like, setting_of, split
 from .layer_times import Layer
 from .material import Material, material
 
@@ -209,11 +209,8 @@ def work(job: tuple[str, float, int, argparse.Namespace]) -> dict:
     )  # fmt: skip
 
 
-def dense_run(options, seed: int) -> dict | None:
-    """The row of dense training that the frontier has with this seed."""
-    found = run_of_frontier(options, "dense", None, seed)
-    if found is None:
-        return None
+def unpruned_dense(found: dict) -> dict:
+    """The frontier's row of dense training as a row of this script."""
     row = {name: value for name, value in found.items() if name not in ("policy", "wanted")}
     pruning = dict(threshold=0.0, backward_density=1.0, dropped_mass=0.0)
     return dict(stage="train", forward="dense") | pruning | row
@@ -227,8 +224,8 @@ def train(options) -> int:
     }
     for seed in options.seeds if "dense" in options.forward else ():
         run = ("dense", 0.0, seed)
-        if run not in there and (row := dense_run(options, seed)):
-            record.copy(options.output, [row])
+        if run not in there and (found := dense_run(options, seed)):
+            record.copy(options.output, [unpruned_dense(found)])
             there.add(run)
     runs = [
         (name, each, seed)

@@ -44,7 +44,6 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from pathlib import Path
 
 import torch
 
@@ -200,9 +199,7 @@ def work(job: tuple[str, int, argparse.Namespace]) -> dict:
         None if setting is None else config_of(setting, options.block_size)
     )
     run = continuing.Run(name.replace("/", "_"), seed, options.steps, config)
-    row, model = continuing.train(run, given, options)
-    if options.save is not None:
-        model.save_pretrained(options.save / f"{run.name}_seed{seed}_steps{options.steps}")
+    row, _ = continuing.train(run, given, options)
     return dict(
         zip(("policy", "wanted"), split(name)),
         stage="train",
@@ -244,7 +241,6 @@ def options_from(words: list[str] | None = None) -> argparse.Namespace:
         help="dense, target@RECALL, schedule@POINTS[/THRESHOLD], POLICY@DENSITY",
     )
     continuing.add_layer_options(parser, LENGTHS, seeds=[1, 2, 3])
-    add("--save", type=Path, metavar="FOLDER", help="keep trained models, for mtraining eval")
     options = parser.parse_args(words)
     for name in options.run or ():
         try:

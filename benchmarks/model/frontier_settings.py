@@ -80,12 +80,11 @@ def on_frontier(options) -> argparse.Namespace:
     return argparse.Namespace(**{**vars(options), "output": options.frontier})
 
 
-def run_of_frontier(options, policy: str, wanted: float | None, seed: int) -> dict | None:
-    """The frontier's row of training with these steps; None if there is none."""
+def dense_run(options, seed: int) -> dict | None:
+    """The frontier's row of dense training with these steps; None if there is none."""
     found = rows_like(
-        on_frontier(options), "train", policy=policy, wanted=wanted, seed=seed, steps=options.steps,
-        lr=options.lr,
-    )  # fmt: skip
+        on_frontier(options), "train", policy="dense", seed=seed, steps=options.steps, lr=options.lr
+    )
     return found[-1] if found else None
 
 

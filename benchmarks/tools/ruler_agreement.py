@@ -160,7 +160,6 @@ def parse(words=None) -> argparse.Namespace:
 def main(words=None) -> int:
     """Compare all tasks; 1 if a sample differs."""
     options, differs = parse(words), False
-    options, differs = parse(words), False
     options.folder = options.folder.resolve()
     options.data = options.data and options.data.resolve()
     for row in map(partial(compared, options), options.tasks):

@@ -188,8 +188,8 @@ def of_layer_prices(rows: Rows) -> None:
     measured, dense, same, layers = rows
     assert [row.get("run") for row in rows] == [None, "dense", "same", "layers"]
     assert len(set(measured["prices"])) > 1 and layers["prices"] == measured["prices"]
-    assert np.mean(measured["own_density"]) == pytest.approx(np.mean(measured["density"]), rel=0.1)
     assert dense["density"] == 1 >= same["density"] > 0
+    assert np.mean(measured["own_density"]) == pytest.approx(np.mean(measured["density"]), rel=0.1)
 
 
 FROM_A_MODEL = (

@@ -77,9 +77,9 @@ def test_a_run_is_compared_with_the_dense_one_of_its_decay(words, tmp_path):
     row |= dict(lr=options.lr)
     output.write_text(json.dumps(row) + "\n")
     options.frontier = output
-    assert frontier_settings.run_of_frontier(options, "dense", None, 1) is None
+    assert frontier_settings.dense_run(options, 1) is None
     options.decay = "constant"
-    assert frontier_settings.run_of_frontier(options, "dense", None, 1) == row
+    assert frontier_settings.dense_run(options, 1) == row
 
 
 def test_an_ablation_needs_its_dense_run(words, tmp_path):
@@ -113,8 +113,8 @@ def test_the_loss_is_the_model_s_own(words):
 
 
 def test_dense_steps():
-    assert [step for step in range(20) if ablations.IsDense("last", 0.1)(step, 20)] == [18, 19]
-    assert [step for step in range(20) if ablations.IsDense("every", 10)(step, 20)] == [9, 19]
+    assert [step for step in range(20) if ablations.is_dense("last", 0.1, step, 20)] == [18, 19]
+    assert [step for step in range(20) if ablations.is_dense("every", 10, step, 20)] == [9, 19]
 
 
 def test_errors_of_gradients():
