@@ -272,28 +272,16 @@ def run_case(
     return rows_of(case, pairs, slash, dense_seq, measure(runs, budget, device))
 
 
-def selected(quick: bool, wanted: list[str] | None) -> list[Case]:
-    """The cases to run: all, the quick ones, or those with one of the texts in their name."""
-    if wanted:
-        return [case for case in CASES if any(text in case.name for text in wanted)]
-    return [case for case in CASES if case.quick or not quick]
-
-
 def main():
     parser = record.parser(__doc__, "kernels.jsonl")
     parser.add_argument(
         "--quick", action="store_true", help="six cases, ours and cuDNN, fewer rounds"
     )
-    parser.add_argument("--case", nargs="+", metavar="TEXT", help="cases with such a name only")
     parser.add_argument("--impl", nargs="+", choices=IMPLEMENTATIONS)
-    parser.add_argument("--list", action="store_true", help="print the cases' names and stop")
+    record.add_case_options(parser)
     options = parser.parse_args()
-    cases = selected(options.quick, options.case)
-    if options.list:
-        print("\n".join(case.name for case in cases))
-        return
-    if not cases:
-        parser.error(f"no case has any of {options.case} in its name; --list names them")
+    quick = [case for case in CASES if case.quick or options.case or not options.quick]
+    cases = record.cases_of(parser, options, quick)
     implementations = set(options.impl or (QUICK if options.quick else IMPLEMENTATIONS))
     start = time.perf_counter()
     for case in cases:

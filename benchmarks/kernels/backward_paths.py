@@ -129,18 +129,15 @@ def run_case(
 def main():
     parser = record.parser(__doc__, "backward_paths.jsonl")
     parser.add_argument("--quick", action="store_true", help="six of the cases")
-    parser.add_argument("--case", nargs="+", metavar="TEXT", help="cases with such a name only")
+    record.add_case_options(parser)
     parser.add_argument("--chunks", nargs="+", type=int, default=[64], metavar="N")
     parser.add_argument("--one-launch", action="store_true")
     parser.add_argument("--budget", type=float, default=1.0, metavar="SECONDS", help="for a case")
     options = parser.parse_args()
-    cases = [case for case in CASES if case.quick or not options.quick]
-    if options.case:
-        cases = [case for case in cases if any(text in case.name for text in options.case)]
+    quick = [case for case in CASES if case.quick or not options.quick]
+    cases = record.cases_of(parser, options, quick)
     if any(chunk < 0 for chunk in options.chunks):
         parser.error(f"--chunks {' '.join(map(str, options.chunks))}: use 0 or more")
-    if not cases:
-        parser.error(f"no case has any of {options.case} in its name")
     start = time.perf_counter()
     for case in cases:
         rows = run_case(case, options.budget, chunks=options.chunks, one_launch=options.one_launch)

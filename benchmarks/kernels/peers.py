@@ -207,36 +207,25 @@ def check(
     return found
 
 
-def selected(wanted: Sequence[str] | None) -> list[Case]:
-    """All cases, or those with one of the texts in their name."""
-    return [case for case in CASES if not wanted or any(text in case.name for text in wanted)]
-
-
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = record.parser(__doc__, "peers.jsonl")
-    parser.add_argument("--case", nargs="+", metavar="TEXT", help="cases with such a name only")
+    record.add_case_options(parser)
     parser.add_argument("--peer", nargs="+", choices=PEERS, default=list(PEERS))
-    parser.add_argument("--list", action="store_true", help="print the cases' names and stop")
     parser.add_argument(
         "--check", action="store_true", help="errors of short sequences, once for each shape; no rows"
     )  # fmt: skip
     parser.add_argument("--minutes", type=float, help="begin no case that would end later")
     options = parser.parse_args(words)
-    options.cases = selected(options.case)
-    if not options.cases:
-        parser.error(f"no case has any of {options.case} in its name; --list names them")
+    options.cases = record.cases_of(parser, options, CASES)
     if options.minutes is not None and options.minutes <= 0:
         parser.error(f"--minutes is {options.minutes}: use more than 0")
-    if not options.list and not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         parser.error("there is no GPU here; --list names the cases")
     return options
 
 
 def main() -> None:
     options = parse()
-    if options.list:
-        print("\n".join(case.name for case in options.cases))
-        return
     if options.check:
         shapes = {case.shape[1:]: case for case in reversed(options.cases)}
         wrong = []

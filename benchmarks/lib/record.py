@@ -28,6 +28,25 @@ def parser(text: str, file: str | None = None) -> argparse.ArgumentParser:
     return made
 
 
+def add_case_options(parser: argparse.ArgumentParser) -> None:
+    """``--case`` and ``--list``, for :func:`cases_of`."""
+    parser.add_argument("--case", nargs="+", metavar="TEXT", help="cases with such a name only")
+    parser.add_argument("--list", action="store_true", help="print the cases' names and stop")
+
+
+def cases_of(parser: argparse.ArgumentParser, options: argparse.Namespace, cases: list) -> list:
+    """Those of the cases that have one of the texts of ``--case`` in their ``name``, or all. Ends the process
+    after ``--list``, or if there are none."""
+    wanted = options.case or [""]
+    found = [case for case in cases if any(text in case.name for text in wanted)]
+    if not found:
+        parser.error(f"no case has any of {options.case} in its name; --list names them")
+    if options.list:
+        print("\n".join(case.name for case in found))
+        parser.exit()
+    return found
+
+
 def provenance() -> dict:
     """GPU, versions, commit and command of this run. A commit with uncommitted changes gets a "+".
 

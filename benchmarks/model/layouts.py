@@ -83,13 +83,17 @@ LAYOUTS = {
     "dense, CP 4": Layout(4, _cp(4), DENSE, dense=True),
 }
 
-COMMON = """
+MODEL = """
     --use-mcore-models --group-query-attention --num-query-groups 2 --position-embedding-type rope
     --normalization RMSNorm --swiglu --disable-bias-linear --attention-dropout 0 --hidden-dropout 0
-    --micro-batch-size 1 --global-batch-size 2 --lr 1e-4 --lr-decay-style constant --seed 11
-    --log-interval 1 --eval-iters 0 --eval-interval 1000 --mock-data --tokenizer-type NullTokenizer
-    --make-vocab-size-divisible-by 128 --no-gradient-accumulation-fusion
-    --no-create-attention-mask-in-dataloader --ckpt-format torch_dist
+    --micro-batch-size 1 --lr-decay-style constant --seed 11 --log-interval 1 --eval-iters 0
+    --eval-interval 1000 --no-gradient-accumulation-fusion --no-create-attention-mask-in-dataloader
+    --ckpt-format torch_dist
+"""
+"""Of a small model and its training, on any data."""
+COMMON = f"""{MODEL}
+    --global-batch-size 2 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer
+    --make-vocab-size-divisible-by 128
 """
 ON_GPU = """
     --num-layers 8 --hidden-size 1024 --ffn-hidden-size 4096 --num-attention-heads 8 --kv-channels 128

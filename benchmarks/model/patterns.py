@@ -5,14 +5,10 @@ estimators and block lists beside each other.
 A model (a Hugging Face folder or a GGUF file) is run once over each text at each length. Every layer's
 queries and keys choose all patterns, and these are judged by ``--rows`` query rows that no estimator samples,
 as ``mtraining inspect`` does. One setting holds for all heads: ``recall`` and ``density`` are means over all
-heads of the layers that were looked at, ``recall_p10`` is the tenth percentile of heads, ``heads_below_0.9``
-the share of them that keep less than 0.9.
+heads of the layers that were looked at.
 
-- ``price``, ``fixed``: this package's policies; ``coverage``: a baseline (``lib/coverage.py``). Estimator
-  ``strata`` is the default, ``last`` the published one, the last 64 rows. Budgets of ``fixed`` are cut to the
-  length.
-- ``--samples 64x4 ...``: policy price with the default's rows beside so many stretches x rows, half of which
-  choose, and nothing else.
+- ``price``: this package's policy; ``coverage``: a baseline (``lib/coverage.py``), by estimator ``strata``,
+  the default, and by ``last``, the published one, the last 64 rows.
 - ``price`` with estimator ``oracle``: all rows choose, those that judge among them; at most
   ``--oracle-rows``, as masses are summed in 32 bits whose steps grow with the rows. The setting says how
   many.
@@ -34,7 +30,7 @@ import platform
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,8 +51,9 @@ from megatron_mtraining.tools.inspect.measure import (
     BlockSparsePattern,
     LayerPattern,
     VerticalSlashPattern,
-    attention_of_rows,
+    for_search,
     held_out_rows,
+    recall_of_patterns,
 )
 from megatron_mtraining.tools.report.table import table
 
@@ -66,8 +63,6 @@ from ..lib.coverage import from_options
 BLOCK = 128
 PRICES = (2.0, 1.3, 0.8, 0.5, 0.3, 0.18, 0.11, 0.065, 0.04)
 COVERAGES = (0.05, 0.12, 0.25, 0.4, 0.6, 0.8, 0.9, 0.97)
-FIXED = ((1000, 100), (3500, 30), (1000, 6096))
-"""Columns and diagonals; the first is the default of policy fixed."""
 THRESHOLDS = (0.4, 0.6, 0.75, 0.85, 0.9, 0.95, 0.98, 0.99)
 STRIDE = 16
 MOST_TOP_K = 8
@@ -92,32 +87,16 @@ class Measured(NamedTuple):
     density: np.ndarray
 
 
-def cases_for(seq: int, oracle_rows: int, samples: Sequence[tuple[int, int]] = ()) -> list[Case]:
-    """All that is measured at a length of ``seq`` tokens; with ``samples`` (strata, rows) the default beside
-    policy price with these alone."""
-    cases = []
-    if samples:
-        for strata, rows in (None, None), *samples:
-            name = "strata" if strata is None else f"strata {strata} x {rows}"
-            for price in PRICES:
-                how = MTrainingConfig.from_options(
-                    price=price, sample_strata=strata, sample_rows=rows
-                )
-                cases.append(Case("price", name, f"price {price:g}", how))
-        return cases
+def cases_for(seq: int, oracle_rows: int) -> list[Case]:
+    """All that is measured at a length of ``seq`` tokens."""
+    cases = [
+        Case("price", "strata", f"price {price:g}", MTrainingConfig.from_options(price=price))
+        for price in PRICES
+    ]
     for estimator in ("strata", "last"):
-        for price in PRICES:
-            how = MTrainingConfig.from_options(policy="price", estimator=estimator, price=price)
-            cases.append(Case("price", estimator, f"price {price:g}", how))
         for coverage in COVERAGES:
             how = from_options(policy="coverage", estimator=estimator, coverage=coverage)
             cases.append(Case("coverage", estimator, f"coverage {coverage:g}", how))
-        for vertical, slash in FIXED:
-            vertical, slash = min(vertical, seq), min(slash, seq)
-            how = MTrainingConfig.from_options(
-                policy="fixed", estimator=estimator, vertical=vertical, slash=slash
-            )
-            cases.append(Case("fixed", estimator, f"vertical {vertical} slash {slash}", how))
     rows = min(oracle_rows, seq) // 2 * 2
     which = "all rows" if rows == seq else f"{rows} of {seq} rows"
     for price in PRICES:
@@ -154,22 +133,13 @@ def choose(case: Case, given: LayerInput, rows: Tensor) -> LayerPattern:
 
 def measure(given: LayerInput, cases: list[Case], rows: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Recall by rows (int64 ``[n]``, ascending), and density, of a layer's heads: float64 ``[cases, h]``."""
-    query, key = given.query, given.key
-    if not query.is_cuda:  # the search's references on CPUs do so each time, exactly
-        query, key = query.float(), key.float()
-    given = given._replace(query=query, key=key)
-    rows = rows.to(query.device)
+    given, rows = for_search(given), rows.to(given.query.device)
     patterns = [choose(case, given, rows) for case in cases]
     density = torch.stack([pattern.density for pattern in patterns])
-    recall = torch.zeros(len(cases), query.shape[2], dtype=torch.float64, device=query.device)
-    for here, p in attention_of_rows(query, key, rows, given.softmax_scale, BLOCK):
-        mass = p.unflatten(-1, (-1, BLOCK)).sum(-1)
-        for number, pattern in enumerate(patterns):
-            recall[number] += pattern.kept_mass(p, mass, here).double().sum(-1)
-    recall /= len(rows)
+    recall = recall_of_patterns(given, patterns, rows, BLOCK)
     if not recall.isfinite().all():
         raise ConfigError(f"the attention scores of layer {given.layer} are not finite numbers")
-    return recall.cpu().numpy(), density.cpu().numpy()
+    return recall.numpy(), density.cpu().numpy()
 
 
 def rows_of(measured: Measured) -> list[dict]:
@@ -181,8 +151,6 @@ def rows_of(measured: Measured) -> list[dict]:
             "setting": case.setting,
             "density": round(float(density.mean()), 5),
             "recall": round(float(recall.mean()), 5),
-            "recall_p10": round(float(np.quantile(recall, 0.1)), 5),
-            "heads_below_0.9": round(float((recall < 0.9).mean()), 5),
         }
         for case, recall, density in zip(*measured)
     ]
@@ -190,13 +158,13 @@ def rows_of(measured: Measured) -> list[dict]:
 
 def summary(rows: list[dict]) -> str:
     """A line for each row, sparse ones of a series first."""
-    names = ("density", "recall", "recall_p10", "heads_below_0.9")
     rows = sorted(rows, key=lambda row: (row["policy"], row["estimator"], row["density"]))
+    names = ("policy", "estimator", "setting")
     lines = [
-        [row["policy"], row["estimator"], row["setting"], *(f"{row[n]:.1%}" for n in names)]
+        [*(row[name] for name in names), f"{row['density']:.1%}", f"{row['recall']:.1%}"]
         for row in rows
     ]
-    return table(["policy", "estimator", "setting", "density", "recall", "p10", "below 0.9"], lines)
+    return table([*names, "density", "recall"], lines)
 
 
 # Running.
@@ -209,7 +177,7 @@ def code_files() -> list[Path]:
 
 def run_model(run, tokens: Tensor, layers: int, options, title: str) -> tuple[Measured, int]:
     """Run a loaded model over tokens ``[s]``, and measure every n-th layer; also says by how many rows."""
-    cases = cases_for(len(tokens), options.oracle_rows, options.samples)
+    cases = cases_for(len(tokens), options.oracle_rows)
     estimated = [
         case.how
         for case in cases
@@ -285,12 +253,6 @@ def run_all(options) -> None:
                     run_text(run, source, text, tokens, yarn, options)
 
 
-def stretches(word: str) -> tuple[int, int]:
-    """``64x4`` as numbers."""
-    strata, _, rows = word.partition("x")
-    return int(strata), int(rows)
-
-
 def options_from(words: list[str] | None = None) -> argparse.Namespace:
     """The run that arguments ask for."""
     parser = record.parser(__doc__, "patterns.jsonl")
@@ -306,8 +268,6 @@ def options_from(words: list[str] | None = None) -> argparse.Namespace:
     add("--rows", type=int, default=512, help="query rows to judge by (%(default)s)")
     what = "rows that choose with estimator oracle, at most (%(default)s)"
     add("--oracle-rows", type=int, default=4096, metavar="N", help=what)
-    what = "nothing but policy price, with so many stretches x rows beside the default's"
-    add("--samples", type=stretches, nargs="+", default=[], metavar="SxR", help=what)
     add("--device", type=torch.device, help="cuda where there is a GPU, else cpu")
     options = parser.parse_args(words)
     for name, least in dict(layers=1, rows=2, oracle_rows=2).items():

@@ -27,15 +27,11 @@ from pathlib import Path
 from ..lib import jobs, record
 from . import instrument
 from .conversations import ABOUT
-from .layouts import launch
+from .layouts import MODEL, launch
 from .pretrain import megatron_version, read_log
 
-COMMON = """
-    --use-mcore-models --group-query-attention --num-query-groups 2 --position-embedding-type rope
-    --normalization RMSNorm --swiglu --disable-bias-linear --attention-dropout 0 --hidden-dropout 0
-    --micro-batch-size 1 --global-batch-size 1 --lr-decay-style constant --seed 11
-    --log-interval 1 --eval-iters 0 --eval-interval 1000 --no-gradient-accumulation-fusion
-    --no-create-attention-mask-in-dataloader --calculate-per-token-loss --ckpt-format torch_dist
+COMMON = f"""{MODEL}
+    --global-batch-size 1 --calculate-per-token-loss
     --sft --tokenizer-type SFTTokenizer --sft-tokenizer-prompt-format default --split 100,0,0
 """
 # 16 heads of 128 over a hidden size of 1024: attention has most of a long step.

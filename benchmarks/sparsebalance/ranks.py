@@ -45,6 +45,10 @@ MODES = {
 """How samples are placed, and whether prices are tuned."""
 VOCABULARY = 151936
 """Of that recipe without a converted model."""
+SEED = 1
+"""Of the set."""
+MASS = 0.01
+"""Attention mass that tuning may move, as --mtraining-tuning-mass."""
 NOTHING = 1e-9
 """A share of attention mass that moves no price, but lets ranks report their times."""
 LINE = re.compile(
@@ -54,13 +58,13 @@ LINE = re.compile(
 PRICES = re.compile(r"\| price times (\S+) to (\S+)$", re.MULTILINE)
 
 
-def words_of(mode: str, mass: float) -> list[str]:
+def words_of(mode: str) -> list[str]:
     """The options of a mode."""
     batching, tuning = MODES[mode]
     words = ["--mtraining-batching", batching]
     if tuning or mode == "off":
         words += ["--mtraining-tuning", "on"]
-        words += ["--mtraining-tuning-mass", str(mass if tuning else NOTHING)]
+        words += ["--mtraining-tuning-mass", str(MASS if tuning else NOTHING)]
     return words
 
 
@@ -69,15 +73,15 @@ def write_set(folder: Path, options) -> None:
     sample, and each document's last token is the end of a document."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    tokens, rng = None, np.random.default_rng(options.seed)
+    tokens, rng = None, np.random.default_rng(SEED)
     kinds = sets.KINDS
     if options.cache:
         with np.load(options.cache, allow_pickle=False) as found:
-            tokens = texts.Texts({kind: found[kind] for kind in found.files}, seed=options.seed)
+            tokens = texts.Texts({kind: found[kind] for kind in found.files}, seed=SEED)
         kinds = tuple(kind for kind in sets.KINDS if kind in tokens.streams)
     count = options.iterations * options.batch + 2 * len(kinds)
     ranges = sets.ranges_at(options.seq)
-    packed = sets.pack(ranges, options.seq, count, options.seed, kinds)
+    packed = sets.pack(ranges, options.seq, count, SEED, kinds)
     end = options.vocabulary - 1
     dtype = np.uint16 if options.vocabulary <= 2**16 else np.int32
     partial = folder.with_name(folder.name + ".partial")
@@ -102,7 +106,7 @@ def write_set(folder: Path, options) -> None:
 def prefixes(options) -> list[Path]:
     """The datasets of the set, written if they are not there."""
     texts_of = options.cache.stem if options.cache else "random"
-    size = f"{options.seq}-{options.batch}-{options.iterations}-{options.seed}"
+    size = f"{options.seq}-{options.batch}-{options.iterations}"
     folder = options.folder / f"bimodal-{texts_of}-{size}"
     if not folder.is_dir():
         write_set(folder, options)
@@ -136,8 +140,7 @@ def run(options) -> dict:
     words += ["--iterations", options.iterations, "--warm-up", options.learn]
     words += ["--data", *prefixes(options)]
     words += ["--weights", options.weights] if options.weights else []
-    words += ["--log", options.log] if options.log else []
-    words += ["--reset-attention-mask", "--eod-mask-loss", *words_of(options.mode, options.mass)]
+    words += ["--reset-attention-mask", "--eod-mask-loss", *words_of(options.mode)]
     words += ["--mtraining-slash-cap", options.slash_cap] if options.slash_cap else []
     given = pretrain.parse([str(word) for word in [*words, *options.more]])
     # Of a recipe, which are no options of pretrain.
@@ -148,9 +151,8 @@ def run(options) -> dict:
     kept = ("density", "recall", "max_alloc_gb", "losses", "weights", "versions", "layers")
     dp = options.gpus // options.cp
     return dict(
-        source="ranks", set="bimodal", gpus=options.gpus, dp=dp, cp=options.cp, pp=1,
-        microbatches=options.batch // dp, waits="step", mode=options.mode, price=options.price,
-        slash_cap=options.slash_cap, max_mass=options.mass, seq=options.seq, seed=options.seed,
+        source="ranks", set="bimodal", gpus=options.gpus, dp=dp, cp=options.cp, mode=options.mode,
+        price=options.price, slash_cap=options.slash_cap, seq=options.seq, seed=SEED,
         model=options.name or pretrain.model_of(options.script),
         texts=options.cache.stem if options.cache else "random",
         step_ms=statistics.median(
@@ -184,7 +186,6 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--learn", type=int, default=4, help="first steps that do not count")
     add("--price", type=float, default=0.25)
     add("--slash-cap", type=int, help="as --mtraining-slash-cap, for random weights")
-    add("--mass", type=float, default=0.01, help="as --mtraining-tuning-mass")
     add("--script", type=Path, default=SCRIPT, help="a recipe")
     add("--name", help="the row's name for the model (default: the recipe's)")
     add(
@@ -194,8 +195,6 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     )
     add("--weights", type=Path, help="a converted checkpoint (default: random weights)")
     add("--cache", type=Path, help="tokens of texts by kind (default: random tokens)")
-    add("--seed", type=int, default=1)
-    add("--log", type=Path, help="keep Megatron's log here")
     # What this does not know goes to Megatron.
     options, options.more = parser.parse_known_args(words)
     options.megatron, options.folder = options.megatron.resolve(), options.folder.resolve()

@@ -25,41 +25,29 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+from megatron_mtraining.tools.plan import shapes
+
 from ..lib import record
 
 GB = 10**9
 BUDGET = 4 * 10**9
 """Bytes that a conversion may have beside the largest shard."""
-SHAPES = {
-    "tiny": (4, 128, 176, 2, 1, 320, True),
-    "qwen2.5-0.5b": (24, 896, 4864, 14, 2, 151936, True),
-    "qwen2.5-3b": (36, 2048, 11008, 16, 2, 151936, True),
-    "qwen2.5-7b": (28, 3584, 18944, 28, 4, 152064, False),
-    "qwen2.5-72b": (80, 8192, 29568, 64, 8, 152064, False),
-}
-"""Layers, hidden, FFN, heads, KV heads, vocabulary, and whether embedding and output layer are one."""
+SIZES = dict(
+    max_position_embeddings=32768, rope_theta=1e6, model_type="qwen2", hidden_act="silu",
+    use_sliding_window=False,
+)  # fmt: skip
+TINY = dict(
+    architectures=["Qwen2ForCausalLM"], num_hidden_layers=4, hidden_size=128, intermediate_size=176,
+    num_attention_heads=2, num_key_value_heads=1, vocab_size=320, tie_word_embeddings=True,
+    rms_norm_eps=1e-6,
+)  # fmt: skip
+SHAPES = ("qwen2.5-0.5b", "qwen2.5-3b", "qwen2.5-7b", "qwen2.5-72b", "tiny")
 
 
 def config_of(shape: str, layers: int | None, dtype: str) -> dict:
     """A config.json as Qwen2.5's are."""
-    count, hidden, ffn, heads, groups, vocab, tied = SHAPES[shape]
-    return dict(
-        architectures=["Qwen2ForCausalLM"],
-        model_type="qwen2",
-        num_hidden_layers=layers or count,
-        hidden_size=hidden,
-        intermediate_size=ffn,
-        num_attention_heads=heads,
-        num_key_value_heads=groups,
-        vocab_size=vocab,
-        tie_word_embeddings=tied,
-        hidden_act="silu",
-        rms_norm_eps=1e-6,
-        rope_theta=1000000.0,
-        max_position_embeddings=32768,
-        use_sliding_window=False,
-        torch_dtype=dtype,
-    )
+    found = (TINY if shape == "tiny" else shapes.config_of(shape)) | SIZES
+    return found | dict(torch_dtype=dtype, num_hidden_layers=layers or found["num_hidden_layers"])
 
 
 def make(folder: Path, config: dict, shard_bytes: int) -> None:

@@ -64,4 +64,3 @@ def test_rows_weigh_heads_alike():
     recall, density = np.array([[[0.9, 0.7]]]), np.array([[[0.3, 0.2]]])
     [row] = patterns.rows_of(patterns.Measured([case], recall, density))
     assert row["recall"] == pytest.approx(0.8) and row["density"] == 0.25
-    assert row["heads_below_0.9"] == 0.5 and row["recall_p10"] == pytest.approx(0.72)

@@ -33,16 +33,21 @@ def shape_of(name: str) -> Model:
     Raises:
         ConfigError: it is none of these.
     """
-    path, known = Path(name), SHAPES.get(name.rsplit("/", 1)[-1].lower())
+    path, known = Path(name), name.rsplit("/", 1)[-1].lower()
     if path.exists():
         file = path / "config.json" if path.is_dir() else path
         return model_of(read_json(file), file)
-    if known is None:
+    if known not in SHAPES:
         raise ConfigError(
             f"--hf is {name}: give a folder with a config.json, or one of {', '.join(SHAPES)}"
         )
-    architecture, sizes = known
+    return model_of(config_of(known), path)
+
+
+def config_of(known: str) -> dict:
+    """The fields of config.json of a model in :data:`SHAPES`."""
+    architecture, sizes = SHAPES[known]
     config = dict(zip(FIELDS, sizes), architectures=[architecture], rms_norm_eps=1e-6)
     if architecture == QWEN3:
         config["head_dim"] = 128
-    return model_of(config, Path(name))
+    return config
