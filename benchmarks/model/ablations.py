@@ -30,8 +30,6 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.attention import attend
 from megatron_mtraining.transformers.interface import mask
@@ -43,7 +41,7 @@ from .frontier import RUN_SECONDS
 from .frontier_rows import decay_of
 from .frontier_settings import about as about_model
 from .frontier_settings import dense_run, on_frontier, setting_of, split
-from .layer_times import Layer
+from .layer_times import Layers
 from .material import material
 
 STAGES = ("train", "time")
@@ -204,17 +202,13 @@ def train(options) -> int:
 
 def time_layers(options) -> int:
     """Rows of a layer under recomputation."""
-    device = torch.device(options.device)
-    policy, wanted = split(options.base)
+    layers = Layers(options)
     there = {row.get("seq") for row in jobs.read(options.output) if row["what"] == "recomputation"}
     for seq in options.lengths:
         if seq in there:
             continue
-        layer = Layer(seq, options.shape, device, options.block_size)
-        found = policies_at_density.at_density(
-            policy, wanted, seq, options.block_size, layer.density
-        )
-        times = layer.replay_times(found.setting)
+        found = layers.found(*split(options.base), seq)
+        times = layers.at(seq)[0].replay_times(found.setting)
         rows = [
             dict(
                 what="recomputation", setting=f"{kept} kept", options=found.setting, seq=seq,

@@ -36,11 +36,11 @@ from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.transformers import configure, take_backward_means, take_means
 
 from ..lib import jobs, record
-from ..lib.policies_at_density import at_density, config_of
+from ..lib.policies_at_density import config_of
 from . import continuing
 from .frontier import RUN_SECONDS
 from .frontier_settings import about, dense_run, rows_like, setting_of, split
-from .layer_times import Layer
+from .layer_times import Layers
 from .material import Material, material
 
 STAGES = ("gradient", "train", "time")
@@ -249,14 +249,13 @@ def train(options) -> int:
 
 def time_layers(options) -> int:
     """Rows of one layer's time."""
-    device = torch.device(options.device)
-    gpu = torch.cuda.get_device_name() if device.type == "cuda" else "none"
+    layers = Layers(options)
     there = {
         (row["forward"], row["threshold"], row["seq"])
         for row in jobs.read(options.output)
         if row["stage"] == "time"
         and (row["gpu"], row["shape"], row["block_size"])
-        == (gpu, list(options.shape), options.block_size)
+        == (layers.gpu, list(options.shape), options.block_size)
     }
     cases = [
         (name, each, seq)
@@ -266,32 +265,22 @@ def time_layers(options) -> int:
         if (name, each, seq) not in there
     ]
     print(f"time: {len(cases)} rows are to be made", flush=True)
-    layers: dict[int, Layer] = {}
-    dense: dict[int, dict] = {}
-    found: dict[tuple, dict | None] = {}
 
     def work(case) -> dict:
         (name, threshold, seq), began = case, time.perf_counter()
-        if seq not in layers:
-            layers.clear()  # memory for one length
-            made = Layer(seq, options.shape, device, options.block_size)
-            layers[seq], dense[seq] = made, made.dense_times()
-        layer = layers[seq]
-        if (name, seq) not in found:
-            policy, wanted = split_forward(name)
-            setting = None
-            if wanted is not None:
-                at = at_density(policy, wanted, seq, options.block_size, layer.density, {})
-                if not at.is_near(wanted):
-                    raise ConfigError(f"{policy} cannot have density {wanted} at {seq} tokens")
-                setting = at.setting
-            found[name, seq] = setting
-        setting = found[name, seq] or dict(policy="price", price=0.0)
+        layer, dense = layers.at(seq)
+        policy, wanted = split_forward(name)
+        setting = dict(policy="price", price=0.0)
+        if wanted is not None:
+            at = layers.found(policy, wanted, seq)
+            if not at.is_near(wanted):
+                raise ConfigError(f"{policy} cannot have density {wanted} at {seq} tokens")
+            setting = at.setting
         times = layer.times(pruned(setting, threshold))
         row = dict(
             stage="time", forward=name, setting=setting, threshold=threshold, seq=seq,
             shape=list(options.shape), block_size=options.block_size, forward_density=times.pop("density"),
-            **times, layer_ms=round(times["forward_ms"] + times["backward_ms"], 5), **dense[seq],
+            **times, layer_ms=round(times["forward_ms"] + times["backward_ms"], 5), **dense,
             seconds=round(time.perf_counter() - began, 1), versions=about(options)["versions"],
         )  # fmt: skip
         print(

@@ -292,9 +292,6 @@ def train(run: Run, given: Material, options) -> tuple[dict, object]:
             if samples is not None:
                 found["ruler"] = answered_ruler(model, samples, kind == "tail")
         row |= {f"{name}_{kind}": value for name, value in found.items()}
-    if run.config is not None and state_of(model).steering.moves:
-        prices = np.array(state_of(model).steering.state())
-        row["price_median"] = round(float(np.median(prices)), 5)
     return row, model
 
 

@@ -50,11 +50,11 @@ import torch
 from megatron_mtraining import ConfigError, MTrainingConfig
 
 from ..lib import jobs, record
-from ..lib.policies_at_density import AS_PUBLISHED, FAMILIES, at_density, config_of
+from ..lib.policies_at_density import AS_PUBLISHED, FAMILIES, config_of
 from . import continuing, texts
 from .frontier_rows import joined
 from .frontier_settings import Judge, about, rows_like, setting_of, split
-from .layer_times import Layer
+from .layer_times import Layers
 from .material import material
 
 STAGES = ("zero", "time", "train", "table")
@@ -117,8 +117,7 @@ def zero(options) -> int:
 
 def time_layers(options) -> int:
     """Rows of one layer's time."""
-    device = torch.device(options.device)
-    gpu = torch.cuda.get_device_name() if device.type == "cuda" else "none"
+    layers, shape = Layers(options), list(options.shape)
     cases = [
         (policy, density, seq)
         for density in options.densities
@@ -128,41 +127,31 @@ def time_layers(options) -> int:
     if options.run:
         named = [each for each in map(split, options.run) if each[1] and each[0] not in MOVING]
         cases = [(*each, seq) for each in named for seq in options.lengths]
-    shape = list(options.shape)
     there = {
         (row["policy"], row["wanted"], row["seq"])
         for row in jobs.read(options.output)
-        if row["stage"] == "time" and row["gpu"] == gpu and row["shape"] == shape
+        if row["stage"] == "time" and (row["gpu"], row["shape"]) == (layers.gpu, shape)
     }
     cases = [case for case in cases if case not in there]
     print(f"time: {len(cases)} rows are to be made", flush=True)
-    layers: dict[int, Layer] = {}
-    dense: dict[int, dict] = {}
-    tried: dict[tuple, dict] = {}
 
     def work(case) -> dict:
-        (policy, wanted, seq), began = case, time.perf_counter()
-        block = options.block_size
-        if seq not in layers:
-            layers[seq] = Layer(seq, options.shape, device, block)
-            dense[seq] = layers[seq].dense_times()
-        layer, why = layers[seq], None
-        row = dict(
-            stage="time", policy=policy, wanted=wanted, seq=seq, shape=shape, block_size=block
-        )
+        (policy, wanted, seq), began, why = case, time.perf_counter(), None
+        layer, dense = layers.at(seq)
+        row = dict(stage="time", policy=policy, wanted=wanted, seq=seq, shape=shape)
+        row |= dict(block_size=options.block_size)
         try:
-            known = tried.setdefault((policy, seq), {})
-            found = at_density(policy, wanted, seq, block, layer.density, known)
+            found = layers.found(*case)
             row |= dict(setting=found.setting, density=found.density, reached=found.is_near(wanted))
             if row["reached"]:
                 row |= layer.times(found.setting)
         except (RuntimeError, ValueError, ConfigError) as error:
             why = str(error).splitlines()[0][:200]
-            if device.type == "cuda":
+            if layers.device.type == "cuda":
                 torch.cuda.synchronize()  # an error of the GPU's ends all that follows
                 torch.cuda.empty_cache()
         row |= dict(
-            **dense[seq], why=why, seconds=round(time.perf_counter() - began, 1),
+            **dense, why=why, seconds=round(time.perf_counter() - began, 1),
             versions=about(options)["versions"],
         )  # fmt: skip
         shown = {

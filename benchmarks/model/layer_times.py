@@ -16,7 +16,7 @@ from megatron_mtraining.pattern import search_pattern
 
 from ..lib import record
 from ..lib.clock import Clock
-from ..lib.policies_at_density import Setting, config_of
+from ..lib.policies_at_density import Found, Setting, at_density, config_of
 from ..lib.workloads import draw_structured, fa4, heads_first, tokens_first
 
 HEADS, KV_HEADS, DIM = 16, 2, 128
@@ -154,3 +154,31 @@ class Layer:
         backward = partial(torch.autograd.grad, out, leaves, grad, retain_graph=True)
         backward()
         return forward, self.clock(backward)
+
+
+class Layers:
+    """A layer of ``--shape`` at several lengths, with times of dense attention, and policies at densities;
+    each is made and found once.
+
+    Attributes:
+        device, gpu: a GPU's name in rows, or "none".
+    """
+
+    def __init__(self, options):
+        self.options, self.device = options, torch.device(options.device)
+        self.gpu = torch.cuda.get_device_name() if self.device.type == "cuda" else "none"
+        self._layers: dict[int, tuple[Layer, dict[str, float]]] = {}
+        self._tried: dict[tuple[str, int], dict[float, Found]] = {}
+
+    def at(self, seq: int) -> tuple[Layer, dict[str, float]]:
+        """The layer at a length, and :meth:`Layer.dense_times`."""
+        if seq not in self._layers:
+            layer = Layer(seq, self.options.shape, self.device, self.options.block_size)
+            self._layers[seq] = layer, layer.dense_times()
+        return self._layers[seq]
+
+    def found(self, policy: str, wanted: float, seq: int) -> Found:
+        """The setting of a policy at a density."""
+        known = self._tried.setdefault((policy, seq), {})
+        layer, _ = self.at(seq)
+        return at_density(policy, wanted, seq, self.options.block_size, layer.density, known)

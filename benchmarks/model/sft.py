@@ -112,13 +112,10 @@ def beside(row: dict, other: dict) -> dict:
         raise ValueError(f"the documents of {other['label']!r} are others")
     shares = [abs(a - b) / b for a, b in zip(row["losses"], other["losses"])]
     pairs = zip(row["document_losses"], other["document_losses"], strict=True)
-    found = dict(
+    return dict(
         like=other["label"], worst=max(shares), worst_first=shares[0],
         worst_document=max(abs(a - b) / b for a, b in pairs),
     )  # fmt: skip
-    if row["alone"] and other["alone"]:
-        found["speedup"] = round(other["iter_ms"] / row["iter_ms"], 3)
-    return found
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
