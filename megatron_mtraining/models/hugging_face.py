@@ -19,7 +19,7 @@ from .dense_attention import dense_attention
 from .pretrained import LOCAL, REPORTED, check_whole_model, reason
 from .tokenizer import (
     Tokenizer,
-    hugging_face_tokenizer,
+    of_transformers,
     open_tokenizer,
     open_transformers_tokenizer,
     transformers_tokenizer,
@@ -112,8 +112,7 @@ class HuggingFaceModel:
     def tokenizer(self) -> Tokenizer:
         if self.options.tokenizer is not None:
             return open_tokenizer(self.options.tokenizer)
-        with self._explained("tokenizer"), self.reading():
-            return hugging_face_tokenizer(self.folder, **self.files)
+        return of_transformers(self.transformers_tokenizer())
 
     def transformers_tokenizer(self):
         """The tokenizer that was asked for, else the model's own, as transformers opens it.

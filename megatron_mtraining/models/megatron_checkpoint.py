@@ -62,19 +62,16 @@ class MegatronCheckpoint:
         require("megatron.core", extra="inspect")
         folder = find_iteration(options.path, options.name)
         self.options = replace(options, path=folder)
+        self.label = self.options.label
         self.keys = read_keys(folder)
-        common = read_common(folder, self._label)
-        self.args = args_in(common, self._label)
+        common = read_common(folder, self.label)
+        self.args = args_in(common, self.label)
         self.content = common.get("content_metadata")
         self.description = f"Megatron checkpoint, {folder}"
         self._check()
         self.shape = self._shape()
-        self.shape.check(self._label)
+        self.shape.check(self.label)
         self.checksums = verify_checksums(folder)
-
-    @property
-    def _label(self) -> str:
-        return self.options.label
 
     def _check(self) -> None:
         experts = arg(self.args, "num_experts")
@@ -90,37 +87,37 @@ class MegatronCheckpoint:
         for name, (what, value) in found.items():
             if value not in (None, False):
                 raise ConfigError(
-                    f"{self._label} was trained with {what} ({name} {value}), which mtraining does not "
+                    f"{self.label} was trained with {what} ({name} {value}), which mtraining does not "
                     "compute: evaluate it with Megatron-LM"
                 )
         softmax = arg(self.args, "softmax_type", "vanilla")
         if softmax != "vanilla":
-            raise ConfigError(f"{self._label} was trained with softmax_type {softmax}: use vanilla")
+            raise ConfigError(f"{self.label} was trained with softmax_type {softmax}: use vanilla")
         kind = arg(self.args, "position_embedding_type", "learned_absolute")
         if kind not in ("rope", "yarn", "learned_absolute", "none"):
             raise ConfigError(
-                f"{self._label} was trained with position_embedding_type {kind}: rope, yarn, "
+                f"{self.label} was trained with position_embedding_type {kind}: rope, yarn, "
                 "learned_absolute and none are supported"
             )
-        rope_scaling_factor(self.args, self._label)
+        rope_scaling_factor(self.args, self.label)
         factor = self.options.yarn_factor
         if factor is not None and (kind != "rope" or arg(self.args, "use_rope_scaling")):
             found = "--use-rope-scaling" if kind == "rope" else f"positions of type {kind}"
             raise ConfigError(
-                f"--yarn is {factor:g}, but {self._label} has {found}: leave --yarn out"
+                f"--yarn is {factor:g}, but {self.label} has {found}: leave --yarn out"
             )
 
     def _shape(self) -> Shape:
         names = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
         missing = [name for name in (*names, "padded_vocab_size") if arg(self.args, name) is None]
         if missing:
-            raise ConfigError(f"the arguments in {self._label} do not say {', '.join(missing)}")
+            raise ConfigError(f"the arguments in {self.label} do not say {', '.join(missing)}")
         layers, hidden, heads, positions = (arg(self.args, name) for name in names)
         grouped = arg(self.args, "group_query_attention", False)
         kv_heads = arg(self.args, "num_query_groups", heads) if grouped else heads
         if heads % kv_heads:
             raise ConfigError(
-                f"the arguments in {self._label} have num_query_groups {kv_heads}, which does not divide "
+                f"the arguments in {self.label} have num_query_groups {kv_heads}, which does not divide "
                 f"num_attention_heads ({heads})"
             )
         head_dim = arg(self.args, "kv_channels", hidden // heads)
@@ -142,7 +139,7 @@ class MegatronCheckpoint:
             return open_tokenizer(Path(named))
         which = f"{kind} {named}" if named else kind
         raise ConfigError(
-            f"{self._label} has no tokenizer (it was trained with {which}): name one with --tokenizer, or "
+            f"{self.label} has no tokenizer (it was trained with {which}): name one with --tokenizer, or "
             "give --text as token ids, a .npy file or an indexed data set's .bin"
         )
 
@@ -150,7 +147,7 @@ class MegatronCheckpoint:
     def loaded(self, scored: bool = False) -> Iterator[Callable[[Tensor, Visitor], None]]:
         if scored:
             raise ConfigError(
-                f"{self._label} is a Megatron checkpoint, and --sensitivity supports only Hugging Face "
+                f"{self.label} is a Megatron checkpoint, and --sensitivity supports only Hugging Face "
                 "models: convert it first (mtraining convert megatron-to-hf)"
             )
         with single_process(self.options.device):
@@ -184,7 +181,7 @@ class MegatronCheckpoint:
             model = build_model(self.args, self.shape, self.options, output_layer, prepare)
         else:
             model = build_from_flags(flags, self.options, prepare)
-        load_weights(model, self.options.path, self.keys, self.content, self._label)
+        load_weights(model, self.options.path, self.keys, self.content, self.label)
         return model
 
 

@@ -42,7 +42,7 @@ def open_tokenizer(path: Path, extra: str = "inspect") -> Tokenizer:
         ConfigError: it does not exist or cannot be read, or a package is missing.
     """
     if path.suffix != ".model" or not path.exists():
-        return _of_transformers(open_transformers_tokenizer(path, extra, KINDS))
+        return of_transformers(open_transformers_tokenizer(path, extra, KINDS))
     require("sentencepiece", extra=extra)
     try:
         return _sentencepiece(path)
@@ -85,12 +85,8 @@ def transformers_tokenizer(folder: Path, **more):
     return AutoTokenizer.from_pretrained(folder, **LOCAL, **more)
 
 
-def hugging_face_tokenizer(folder: Path, **more) -> Tokenizer:
-    """The tokenizer of a folder; arguments and errors as for :func:`transformers_tokenizer`."""
-    return _of_transformers(transformers_tokenizer(folder, **more))
-
-
-def _of_transformers(tokenizer) -> Tokenizer:
+def of_transformers(tokenizer) -> Tokenizer:
+    """A tokenizer of transformers."""
     # If verbose, it warns about texts longer than the model's positions.
     return Tokenizer(
         encode=lambda text: tokenizer(text, verbose=False)["input_ids"],

@@ -94,71 +94,57 @@ def main(argv: list[str] | None = None) -> int:
     The last line of standard error says what is wrong, where something is.
     """
     with streams.any_name_can_be_written():
-        return _reported(_Run(sys.argv[1:] if argv is None else argv))
+        return _run(sys.argv[1:] if argv is None else argv)
 
 
-class _Run:
-    """One command line; has what messages need as far as that is known."""
+def _run(words: list[str]) -> int:
+    """The exit status of a command line, and one line that says why it is not 0."""
+    name = "mtraining"
 
-    def __init__(self, argv: list[str]):
-        self.argv = argv
-        self.module = self.args = None
-
-    @property
-    def name(self) -> str:
-        return f"mtraining {self.args.command}" if self.args else "mtraining"
-
-    def __call__(self) -> int:
-        self.args = self._parsed()
-        with ends_as_exceptions():
-            status = self.module.run(self.args)
-        if sys.stdout is not None:
-            sys.stdout.flush()  # what cannot be written is to be told now
-        return status
-
-    def _parsed(self) -> argparse.Namespace:
-        parser, module = _parser(self.argv)
-        self.module = module
-        return parser.parse_args(self.argv)
-
-    @property
-    def left(self) -> str:
+    def left() -> str:
         """What a run leaves that ends early."""
-        if self.args is None or not hasattr(self.module, "when_ended"):
-            return ""
-        return f"; {self.module.when_ended(self.args)}"
+        return ""
 
+    def fail(message: str) -> int:
+        with suppress(OSError):  # nobody can be told then
+            print(f"{name}: {one_line(message)}", file=sys.stderr, flush=True)
+        return 2
 
-def _reported(run: _Run) -> int:
-    """The exit status of a run, and one line that says why it is not 0."""
     try:
         try:
-            return run()
+            parser, module = _parser(words)
+            args = parser.parse_args(words)
+            name = f"mtraining {args.command}"
+            if hasattr(module, "when_ended"):
+                left = lambda: f"; {module.when_ended(args)}"  # noqa: E731
+            with ends_as_exceptions():
+                status = module.run(args)
         except SystemExit:  # after help or an error
-            if sys.stdout is not None:
-                sys.stdout.flush()
+            _flush()
             raise
+        _flush()
+        return status
     except ConfigError as error:
-        return _fail(run, str(error))
+        return fail(str(error))
     except ModuleNotFoundError as error:
-        extra = next((each.extra for each in COMMANDS if run.argv[:1] == [each.name]), "")
-        return _fail(run, str(absent(error, extra)))
+        extra = next((each.extra for each in COMMANDS if words[:1] == [each.name]), "")
+        return fail(str(absent(error, extra)))
     except BrokenPipeError:  # of a pipe to a program that has read enough, such as head
         streams.drop_stdout()
         return 128 + signal.SIGPIPE
     except OSError as error:
         streams.drop_stdout()
-        return _fail(run, f"{streams.what_failed(error)}{run.left}")
+        return fail(f"{streams.what_failed(error)}{left()}")
     except (KeyboardInterrupt, Ended) as end:
         how = f"ended by {end.name}" if isinstance(end, Ended) else "interrupted"
-        _fail(run, f"{how}{run.left}")
+        fail(f"{how}{left()}")
         return 128 + (end.number if isinstance(end, Ended) else signal.SIGINT)
 
 
-def _fail(run: _Run, message: str) -> int:
-    with suppress(OSError):  # nobody can be told then
-        print(f"{run.name}: {one_line(message)}", file=sys.stderr, flush=True)
-    return 2
+def _flush() -> None:
+    """What cannot be written is to be told now."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
 
 
 class _Version(argparse.Action):

@@ -37,7 +37,7 @@ Check = Callable[[Path], None]
 
 @contextmanager
 def atomic_file(
-    path: Path, *, option: str = "--output", overwrite: bool = False, check: Check | None = None
+    path: Path, *, option: str = "--output", overwrite: bool = False
 ) -> Iterator[BinaryIO]:
     """A binary file to write, which becomes ``path`` if the context ends without an exception.
 
@@ -45,12 +45,11 @@ def atomic_file(
         path: the target. Parent folders are made, and removed again if the context fails.
         option: how messages call the target: an option or a positional argument.
         overwrite: replace a file that is there.
-        check: asked in place of ``overwrite``.
 
     Raises:
         ConfigError: the target exists, is in use by another run, or cannot be written.
     """
-    check = check or _refuse_existing(option, overwrite, "file")
+    check = _refuse_existing(option, overwrite, "file")
     with _private_folder(path.with_name(f".{path.name}.partial"), path, option) as private:
         check(path)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -71,7 +70,7 @@ def atomic_folder(
     A folder that is replaced stays until the new one is complete, and is put back if the process is killed
     between the two renames: by the next run with this target.
 
-    Args, Raises: as for :func:`atomic_file`.
+    Args, Raises: as for :func:`atomic_file`. ``check`` is asked in place of ``overwrite``.
     """
     check = check or _refuse_existing(option, overwrite, "folder")
     with _private_folder(path.with_name(f".{path.name}.partial"), path, option) as private:

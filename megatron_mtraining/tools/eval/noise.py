@@ -29,14 +29,10 @@ def mean_of(values: Sequence[float], weights: Sequence[float] | None = None) -> 
     """The mean of samples' values.
 
     Args:
+        values: one or more.
         weights: of the samples, such as their numbers of tokens; they are drawn together with the values.
-
-    Raises:
-        ValueError: there are no samples.
     """
     found = np.asarray(values, dtype=np.float64)
-    if not found.size:
-        raise ValueError("a mean of no samples")
     weight = np.ones_like(found) if weights is None else np.asarray(weights, dtype=np.float64)
     mean = float((found * weight).sum() / weight.sum())
     if len(found) < 2:

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 from torch import Tensor
 from tqdm import tqdm
@@ -17,27 +15,27 @@ from .sweep import Series
 
 
 class Collector:
-    """A visitor of all layers, in order, that measures some; as a context it shows its progress."""
+    """A visitor of all layers, in order, that measures some."""
 
     def __init__(
-        self, series: list[Series], configs: list[MTrainingConfig], rows: Tensor, layers: list[int]
+        self,
+        series: list[Series],
+        configs: list[MTrainingConfig],
+        rows: Tensor,
+        layers: list[int],
+        progress: tqdm,
     ):
         """
         Args:
             configs: all settings of all series.
             rows: the evaluated rows.
             layers: the layers to measure, ascending.
+            progress: counts them.
         """
         self.series, self.configs, self.rows, self.layers = series, configs, rows, layers
+        self.progress = progress
         self.recall: list[np.ndarray] = []  # of each measured layer, [settings, h]
         self.density: list[np.ndarray] = []
-        self.progress = tqdm(total=len(layers), desc="inspect", unit="layer", file=sys.stderr)
-
-    def __enter__(self) -> Collector:
-        return self
-
-    def __exit__(self, *raised) -> None:
-        self.progress.close()
 
     def __call__(self, given: LayerInput) -> None:
         if given.layer not in self.layers:

@@ -7,6 +7,7 @@ import resource
 import sys
 import time
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ... import __version__
@@ -58,6 +59,7 @@ def inspect(options: Options) -> None:
     """
     import numpy as np
     import torch
+    from tqdm import tqdm
 
     from ...models.open import open_model
     from ...models.types import ModelOptions
@@ -107,12 +109,15 @@ def inspect(options: Options) -> None:
         sensitivity = None
         with source.loaded(options.sensitivity is not None) as run_model:
             loaded = time.perf_counter()
-            with Collector(series, configs, rows, layers) as collected:
+            progress = partial(tqdm, total=len(layers), unit="layer", file=sys.stderr)
+            with progress(desc="inspect") as bar:
+                collected = Collector(series, configs, rows, layers, bar)
                 run_model(tokens, collected)
             measured = collected.measured(options.target_recall)
             recommended = Recommendation(measured)
             drawn = heads_to_draw(recommended.measured, options.heads)
-            with Settled(recommended, rows, layers, set(drawn.values())) as settled:
+            with progress(desc="recommended") as bar:
+                settled = Settled(recommended, rows, layers, set(drawn.values()), bar)
                 run_model(tokens, settled)
             if options.sensitivity is not None:
                 sensitivity = measure_sensitivity(run_model, tokens, shape, options)

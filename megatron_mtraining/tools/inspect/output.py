@@ -87,11 +87,11 @@ def draw(
         if setting is not None:
             described = f"{best.series.policy}, {best.series.describe(setting)}"
         recall, density = settled.recall[place][head], settled.density[place][head]
-        drawn = settled.drawn[place, head]
+        attention, pattern = settled.drawn[place, head]
         maps = partial(
             pictures.attention_and_pattern,
-            mass=drawn.attention.numpy(),
-            density=drawn.pattern.numpy(),
+            mass=attention.numpy(),
+            density=pattern.numpy(),
             seq_length=length,
         )
         of_head = (

@@ -26,6 +26,7 @@ from ...models.types import LayerInput, Score, Shape
 from ...pattern import search_pattern
 from ...pattern.steering import SLOPE
 from ..report.table import table
+from .measure import for_search
 from .options import Options
 
 PRICES = (1e-3, 30.0)
@@ -291,9 +292,8 @@ def _find_prices(
 ) -> None:
     """Append the price at which each of a layer's heads reaches its target, float32 ``[h]``, by bisection:
     recall falls as the price grows."""
+    given = for_search(given)
     query, key = given.query.contiguous(), given.key.contiguous()
-    if not query.is_cuda:  # once; the pattern search's reference would convert them each time
-        query, key = query.float(), key.float()
     target = torch.tensor(targets[given.layer], device=query.device)
     low, high = (
         torch.full(query.shape[2:3], math.log(price), device=query.device) for price in PRICES

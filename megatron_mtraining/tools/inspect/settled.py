@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import sys
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -18,42 +15,35 @@ from .measure import LayerPattern, for_search, patterns_of, recall_of_patterns
 from .results import Recommendation
 
 
-@dataclass(frozen=True)
-class DrawnHead:
-    """A head's dense attention and pattern, float32 ``[cells, cells]`` on the CPU."""
-
-    attention: Tensor
-    pattern: Tensor
-
-
 class Settled:
-    """A visitor of all layers, in order; as a context it shows its progress.
+    """A visitor of all layers, in order.
 
     Attributes:
         recall, density: float64 ``[h]`` of each measured layer; dense heads have 1.
-        drawn: the heads that are to be drawn, by (place, head).
+        drawn: dense attention and pattern of the heads that are to be drawn, by (place, head): float32
+            ``[cells, cells]`` on the CPU.
     """
 
     def __init__(
-        self, settings: Recommendation, rows: Tensor, layers: list[int], draw: set[tuple[int, int]]
+        self,
+        settings: Recommendation,
+        rows: Tensor,
+        layers: list[int],
+        draw: set[tuple[int, int]],
+        progress: tqdm,
     ):
         """
         Args:
             rows: the evaluated rows.
             layers: the measured layers.
             draw: (place, head) of the heads to draw, by the place of the layer in ``layers``.
+            progress: counts the measured layers.
         """
         self.settings, self.rows, self.layers, self.draw = settings, rows, layers, draw
+        self.progress = progress
         self.recall: list[np.ndarray] = []
         self.density: list[np.ndarray] = []
-        self.drawn: dict[tuple[int, int], DrawnHead] = {}
-        self.progress = tqdm(total=len(layers), desc="recommended", unit="layer", file=sys.stderr)
-
-    def __enter__(self) -> Settled:
-        return self
-
-    def __exit__(self, *raised) -> None:
-        self.progress.close()
+        self.drawn: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, given: LayerInput) -> None:
         if given.layer not in self.layers:
@@ -83,7 +73,7 @@ class Settled:
         for at, head in sorted(self.draw):
             if at == place:
                 pattern = None if own[head] is None else patterns[distinct.index(own[head])]
-                self.drawn[at, head] = DrawnHead(
+                self.drawn[at, head] = (
                     attention_picture(given, head),
                     density_picture(pattern, head, length, given.query.device),
                 )

@@ -7,14 +7,7 @@ from collections.abc import Sequence
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Lines of aligned columns under a rule: the first column to the left, the others right.
-
-    Raises:
-        ValueError: a row has another number of cells than the header.
-    """
-    for row in rows:
-        if len(row) != len(header):
-            raise ValueError(f"a row of {len(row)} cells under {len(header)} columns: {list(row)}")
+    """Lines of aligned columns under a rule: the first column to the left, the others right."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:

@@ -112,8 +112,11 @@ def test_a_second_run_is_refused(atomic, tmp_path):
     assert names(tmp_path) == ["out"]
 
 
-@pytest.mark.parametrize("atomic", [atomic_file, atomic_folder])
-def test_links_are_not_followed(atomic, tmp_path):
+@pytest.mark.parametrize(
+    "atomic, replace",
+    [(atomic_file, dict(overwrite=True)), (atomic_folder, dict(check=lambda path: None))],
+)
+def test_links_are_not_followed(atomic, replace, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     private = tmp_path / ".out.partial"
@@ -128,7 +131,7 @@ def test_links_are_not_followed(atomic, tmp_path):
     (private / "old").symlink_to(other)
     (other / "kept").write_text("")
     (tmp_path / "out").symlink_to(other / "nowhere")
-    with atomic(tmp_path / "out", check=lambda path: None):
+    with atomic(tmp_path / "out", **replace):
         pass
     assert not (tmp_path / "out").is_symlink() and names(other) == ["kept"]
 

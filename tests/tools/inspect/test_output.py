@@ -33,7 +33,7 @@ def test_files_that_exist_are_replaced_only_on_request(
     more = ["--head", "1:2", *(["--settings", file] if name == "mine.json" else [])]
     command = (llama, *quick(words, tmp_path, "--rows", 64, "--policy", "fixed", *more))
     with monkeypatch.context() as patch:
-        patch.setattr(collect.Collector, "__enter__", None)
+        patch.setattr(collect.Collector, "__init__", None)
         option = "--settings" if name == "mine.json" else "--output"
         refused(capsys, [option, str(file), "exists", "--overwrite"], *command)
     assert file.read_text() == "mine" and list(tmp_path.iterdir()) == [file]
