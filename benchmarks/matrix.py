@@ -22,6 +22,7 @@ from tests.support.pretrain_tree import FULL, GPT, INTER_DOCUMENT, PACKING, Tree
 from tests.support.ranks import FORKS, ON_CPU, run_script
 
 from .lib import record
+from .model.pretrain import megatron_version
 
 STEPS = 4
 OURS = "--attention-backend mtraining --mtraining-block-size 64 "
@@ -204,11 +205,6 @@ def verdict(runs: Runs, case: Case) -> dict:
     )
 
 
-def version_of(checkout: Path) -> str:
-    text = (checkout / "megatron/core/package_info.py").read_text()
-    return ".".join(re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", text, re.M))
-
-
 def main() -> None:
     parser = record.parser(__doc__, "compatibility.jsonl")
     parser.add_argument("checkouts", nargs="+", type=Path, metavar="MEGATRON_LM")
@@ -221,7 +217,9 @@ def main() -> None:
                 for name, case in cases.items():
                     if not re.search(args.only, name):
                         continue
-                    row = dict(megatron=version_of(checkout), group=group, case=name, steps=STEPS)
+                    row = dict(
+                        megatron=megatron_version(checkout), group=group, case=name, steps=STEPS
+                    )
                     try:
                         found = verdict(runs, case)
                     except AssertionError as error:  # a run that does not end

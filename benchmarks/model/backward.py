@@ -71,36 +71,32 @@ def pruned(setting: dict | None, threshold: float) -> dict:
 # Gradients.
 
 
-class Gradients:
-    """The gradient of a model's loss on a window, by groups of parameters."""
+def gradients_of(model, tokens: Tensor, config: MTrainingConfig) -> tuple[dict[str, Tensor], dict]:
+    """The gradient of a model's loss on a window, by groups of parameters; and what a row says of it."""
+    configure(model, config)
+    model.train()  # a search for the setting of a density evaluates the same model
+    model.zero_grad(set_to_none=True)
+    loss = continuing.loss_of(model, tokens)
+    loss.backward()
+    parts: dict[str, list[Tensor]] = {"qkv": [], "rest": []}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            part = "qkv" if any(each in name for each in PROJECTIONS) else "rest"
+            parts[part].append(parameter.grad.detach().flatten().clone())
+    density = take_means(model).density.nanmean().item()
+    said = dict(loss=round(loss.item(), 6), forward_density=round(density, 5))
+    kept = kept_of(model) if config.backward_threshold else None
+    said |= kept or dict(backward_density=round(density, 5), dropped_mass=0.0)
+    return {name: torch.cat(some) for name, some in parts.items()}, said
 
-    def __init__(self, options):
-        self.model, self.yarn = continuing.load(options)
 
-    def __call__(self, tokens: Tensor, config: MTrainingConfig) -> tuple[dict[str, Tensor], dict]:
-        """The gradient, and what a row says of it."""
-        configure(self.model, config)
-        self.model.train()  # a search for the setting of a density evaluates the same model
-        self.model.zero_grad(set_to_none=True)
-        loss = continuing.loss_of(self.model, tokens)
-        loss.backward()
-        parts: dict[str, list[Tensor]] = {"qkv": [], "rest": []}
-        for name, parameter in self.model.named_parameters():
-            if parameter.grad is not None:
-                part = "qkv" if any(each in name for each in PROJECTIONS) else "rest"
-                parts[part].append(parameter.grad.detach().flatten().clone())
-        means, backward = take_means(self.model), take_backward_means(self.model)
-        density = means.density.nanmean().item()
-        said = dict(
-            loss=round(loss.item(), 6), forward_density=round(density, 5),
-            backward_density=round(density, 5), dropped_mass=0.0,
-        )  # fmt: skip
-        if config.backward_threshold:
-            said |= dict(
-                backward_density=round(backward.density.nanmean().item(), 5),
-                dropped_mass=round(backward.dropped.nanmean().item(), 6),
-            )
-        return {name: torch.cat(some) for name, some in parts.items()}, said
+def kept_of(model) -> dict:
+    """What a pruned backward has kept since the last call, in a row."""
+    means = take_backward_means(model)
+    return dict(
+        backward_density=round(means.density.nanmean().item(), 5),
+        dropped_mass=round(means.dropped.nanmean().item(), 6),
+    )
 
 
 def compared(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
@@ -136,7 +132,7 @@ def gradient(options) -> int:
         if not all((name, kind, "pruned", each) in there for each in options.thresholds)
     ]
     print(f"gradient: {len(cases)} sets of rows are to be made", flush=True)
-    gradients = Gradients(options) if cases else None
+    model, yarn = continuing.load(options) if cases else (None, 1.0)
 
     def work(case) -> None:
         (name, kind), began = case, time.perf_counter()
@@ -146,7 +142,7 @@ def gradient(options) -> int:
         def config(threshold=0.0, setting=setting):
             return config_of(pruned(setting, threshold), options.block_size)
 
-        exact, said = gradients(windows[0], config())
+        exact, said = gradients_of(model, windows[0], config())
         rows = []
 
         def add(what: str, threshold: float, found, said: dict) -> None:
@@ -160,16 +156,16 @@ def gradient(options) -> int:
                     threshold=threshold,
                     **said,
                     **compared(found, exact),
-                    yarn=gradients.yarn,
+                    yarn=yarn,
                     **about(options),
                 )
             )
 
         for each in options.thresholds:
-            add("pruned", each, *gradients(windows[0], config(each)))
-        add("another window", 0.0, *gradients(windows[1], config()))
+            add("pruned", each, *gradients_of(model, windows[0], config(each)))
+        add("another window", 0.0, *gradients_of(model, windows[1], config()))
         if setting is not None:
-            pattern, exact = exact, gradients(windows[0], config(setting=None))[0]
+            pattern, exact = exact, gradients_of(model, windows[0], config(setting=None))[0]
             add("forward", 0.0, pattern, said)
         for row in rows:
             row["seconds"] = round(time.perf_counter() - began, 1)
@@ -196,14 +192,9 @@ def work(job: tuple[str, float, int, argparse.Namespace]) -> dict:
         config = None  # PyTorch's own attention: what all runs are compared with
     run = continuing.Run(f"{name} threshold {threshold:g}", seed, options.steps, config)
     row, model = continuing.train(run, given, options)
-    kept = None
+    kept = dict(backward_density=row["density"], dropped_mass=0.0)
     if config is not None and threshold:
-        means = take_backward_means(model)
-        kept = dict(
-            backward_density=round(means.density.nanmean().item(), 5),
-            dropped_mass=round(means.dropped.nanmean().item(), 6),
-        )
-    kept = kept or dict(backward_density=row["density"], dropped_mass=0.0)
+        kept = kept_of(model)
     return dict(
         stage="train", forward=name, threshold=threshold, setting=setting, **kept, **row, **about(options)
     )  # fmt: skip

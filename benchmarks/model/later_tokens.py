@@ -44,6 +44,8 @@ COPIES, COPIED = 48, 8
 """Copies in all, and the tokens of each whose loss counts."""
 FARTHEST = 8
 """Blocks from a copy to what it is a copy of, at most."""
+KEPT = "steps lr decay density recall own dense own_by_text dense_by_text seconds".split()
+"""What a row has of training."""
 
 Pair = tuple[Tensor, Tensor, slice]
 """A sequence ``[s + 1]``, the same with another future, and the tokens of ``[s]`` whose losses count."""
@@ -151,21 +153,9 @@ def work(job: tuple[str, int, argparse.Namespace]) -> dict:
     config = None if setting is None else config_of(setting, options.block_size)
     run = continuing.Run(name.replace("/", "_"), seed, options.steps, config)
     row, model = continuing.train(run, given, options)
-    kept = (
-        "steps",
-        "lr",
-        "decay",
-        "density",
-        "recall",
-        "own",
-        "dense",
-        "own_by_text",
-        "dense_by_text",
-        "seconds",
-    )
     return dict(
         zip(("policy", "wanted"), split(name)), setting=setting, seed=seed,
-        **{each: row[each] for each in kept},
+        **{each: row[each] for each in KEPT},
         measured=measured(model, given.held_out, options, None if config is None else run.attention),
         **about(options),
     )  # fmt: skip

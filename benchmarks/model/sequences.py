@@ -34,6 +34,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.models.tokenizer import open_transformers_tokenizer
 from megatron_mtraining.tools.common.sizes import tokens_of
+from megatron_mtraining.tools.plan import shapes
 from megatron_mtraining.transformers import configure, cut_batch, take_means
 from megatron_mtraining.transformers.sequence import SequenceParallel
 
@@ -48,22 +49,21 @@ ATTENTION = (
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
 )
-SHAPES = {
-    "qwen3-8b": dict(
-        model_type="qwen3", hidden_size=4096, intermediate_size=12288, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=128, vocab_size=151936, num_hidden_layers=36,
-        max_position_embeddings=40960, rope_theta=1e6, tie_word_embeddings=False,
-    ),
-    "qwen2.5-0.5b": dict(
-        model_type="qwen2", hidden_size=896, intermediate_size=4864, num_attention_heads=14,
-        num_key_value_heads=2, vocab_size=151936, num_hidden_layers=24, max_position_embeddings=32768,
-        rope_theta=1e6, tie_word_embeddings=True,
-    ),
-    "tiny": dict(
-        model_type="qwen2", hidden_size=256, intermediate_size=128, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=512, num_hidden_layers=2, max_position_embeddings=512,
-    ),
-}  # fmt: skip
+SHAPES = {"qwen3-8b": ("qwen3", 40960), "qwen2.5-0.5b": ("qwen2", 32768)}
+"""The type and the positions of shapes that ``mtraining plan`` knows."""
+TINY = dict(
+    model_type="qwen2", hidden_size=256, intermediate_size=128, num_attention_heads=4,
+    num_key_value_heads=2, vocab_size=512, num_hidden_layers=2, max_position_embeddings=512,
+)  # fmt: skip
+
+
+def sizes_of(shape: str) -> dict:
+    """The configuration of a shape."""
+    if shape == "tiny":
+        return dict(TINY)
+    kind, positions = SHAPES[shape]
+    more = dict(model_type=kind, max_position_embeddings=positions, rope_theta=1e6)
+    return {**shapes.config_of(shape), **more}
 
 
 def dense(parallel, module, query, key, value, attention_mask, scaling=None, dropout=0.0, **more):
@@ -86,7 +86,7 @@ def keep_attention(context, operation, *args, **kwargs):
 def model_of(options) -> PreTrainedModel:
     """With float32 weights; random ones of a shape are the same on all ranks."""
     if options.shape:
-        sizes = dict(SHAPES[options.shape])
+        sizes = sizes_of(options.shape)
         sizes["num_hidden_layers"] = options.layers or sizes["num_hidden_layers"]
         config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
         torch.manual_seed(1)
@@ -102,7 +102,7 @@ def model_of(options) -> PreTrainedModel:
 
 def tokens_from(options, count: int) -> torch.Tensor:
     if options.shape:
-        most = SHAPES[options.shape]["vocab_size"]
+        most = sizes_of(options.shape)["vocab_size"]
         return torch.randint(most, (count,), generator=torch.Generator().manual_seed(1))
     if options.text.suffix == ".pt":
         return torch.load(options.text).long()
@@ -188,7 +188,7 @@ def main() -> None:
     parser = record.parser(__doc__, "sequences.jsonl")
     parser.add_argument("--model", type=Path, help="a Hugging Face folder or a .gguf file")
     parser.add_argument("--text", type=Path, help="a text file, or its tokens in a .pt file")
-    parser.add_argument("--shape", choices=SHAPES)
+    parser.add_argument("--shape", choices=[*SHAPES, "tiny"])
     parser.add_argument("--layers", type=int, help="of the shape, in place of all")
     parser.add_argument("--lengths", nargs="+", type=tokens_of, required=True, help="such as 128K")
     parser.add_argument("--steps", nargs="+", type=int, default=[6], help="for each length")
