@@ -27,6 +27,14 @@ def words(tmp_path_factory):
     return path
 
 
+@pytest.fixture(autouse=True)
+def no_description_of_the_machine(monkeypatch):
+    """lm-eval asks pip and 10 more commands what is installed, in each run. Its answer is not kept."""
+    from lm_eval import evaluator
+
+    monkeypatch.setattr(evaluator, "add_env_info", lambda results: None)
+
+
 @pytest.fixture
 def lm(monkeypatch):
     """lm-eval's model with answers of the test's own in place of what ``KeptLM`` generates: a function that

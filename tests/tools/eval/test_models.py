@@ -10,6 +10,7 @@ import pytest
 from tests.support.convert_cases import to_megatron
 from tests.support.eval_cases import QUIET, refused, run, samples, save_model
 
+pytestmark = pytest.mark.usefixtures("unrendered")
 WORDS = ("--samples", 1, "--lengths", 384, "--depths", 1, *QUIET, "--mtraining-price", 4)
 
 

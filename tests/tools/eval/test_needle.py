@@ -65,6 +65,7 @@ def test_scores(llama, tmp_path, lm):
     assert (out / "needle.png").stat().st_size > 5000
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_both_attentions_and_what_they_keep(llama, tmp_path, capsys):
     out = tmp_path / "out"
     words = ("--lengths", 1024, "--depths", 1, "--samples", 2, *QUIET, *SPARSE)
@@ -77,6 +78,7 @@ def test_both_attentions_and_what_they_keep(llama, tmp_path, capsys):
     assert sorted(path.name for path in out.iterdir()) == ["needle.json", "needle.png", "samples"]
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_price_0_is_dense(llama, tmp_path):
     out = tmp_path / "out"
     words = ("--samples", 2, *NEEDLE, "--mtraining-price", 0)
@@ -87,6 +89,7 @@ def test_price_0_is_dense(llama, tmp_path):
         assert abs(one["loss"] - other["loss"]) < 1e-4
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_resumed_and_enlarged(llama, tmp_path, monkeypatch, capsys):
     """A run that is ended goes on; a larger run adds to a smaller one; both give what one run gives."""
     from megatron_mtraining.tools.eval import harness
@@ -122,6 +125,7 @@ def test_resumed_and_enlarged(llama, tmp_path, monkeypatch, capsys):
     assert results(parts, "needle") == results(whole, "needle")
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_another_run(llama, tmp_path, lm, capsys):
     """Samples of other options are refused by name, and replaced only when told so."""
     lm(lambda request: "1")
@@ -142,6 +146,7 @@ def test_another_run(llama, tmp_path, lm, capsys):
     assert run(*words, "--mtraining-price", 2, "--overwrite") == 0
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_a_length_is_added(llama, tmp_path, lm):
     """The prompts of a length in a text do not depend on the other lengths."""
     asked = lm(lambda request: "1")
@@ -168,6 +173,7 @@ def test_a_length_is_added(llama, tmp_path, lm):
     assert len(asked) == 2 and len(asked[0].args[0]) < len(asked[1].args[0])
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_changed_prompts_are_refused(llama, tmp_path, lm, capsys):
     lm(lambda request: "1")
     out = tmp_path / "out"

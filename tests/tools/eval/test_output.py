@@ -11,6 +11,8 @@ from megatron_mtraining import ConfigError
 from megatron_mtraining.tools.eval.kept_samples import KeptSamples, samples_folder
 from tests.support.eval_cases import QUIET, refused, run
 
+pytestmark = pytest.mark.usefixtures("unrendered")
+
 
 def no_model(tmp_path, out):
     """A command that is refused as soon as it opens the model."""

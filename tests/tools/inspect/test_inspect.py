@@ -49,6 +49,7 @@ def test_a_run_leaves_tables_numbers_pictures_and_settings(finished, capsys):
     numbers = json.loads((finished / "results.json").read_text())
     assert numbers["tokens"] == SEQ and numbers["layers"] == LAYERS and numbers["rows"] == 100
     assert numbers["target_recall"] == 0.95 and numbers["device"] == "cpu"
+    assert [series["policy"] for series in numbers["series"]] == ["price"]  # all that a CPU tries
     for series in numbers["series"]:
         for setting in series["settings"]:
             for name in ("recall", "density"):
@@ -56,8 +57,8 @@ def test_a_run_leaves_tables_numbers_pictures_and_settings(finished, capsys):
                 assert values.shape == (LAYERS, HEADS) and ((values > 0) & (values <= 1)).all()
                 assert setting[f"mean_{name}"] == pytest.approx(values.mean(), abs=1e-4)
         density = [setting["mean_density"] for setting in series["settings"]]
-        if series["policy"] == "price":  # what a lower price keeps holds all that a higher one does
-            assert density == sorted(density)
+        # What a lower price keeps holds all that a higher one does.
+        assert density == sorted(density)
     settings = json.loads((finished / "settings.json").read_text())
     assert settings == numbers["recommended"]["settings"]
     settings.pop("layers", None)
@@ -82,6 +83,7 @@ def test_the_page_has_each_heads_attention_beside_its_pattern(finished):
             assert text.count(f'<div class="{theme}" role="img" aria-label="{title}">') == 3
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_block_lists_are_inspected_and_drawn(llama, words, tmp_path):
     out = tmp_path / "out"
     more = ("--rows", 64, "--policy", "moba", "--block-size", 64, "--target-recall", 0.7)
@@ -120,6 +122,7 @@ def model_inputs(folder, seq=SEQ, source=None, **config):
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+@pytest.mark.usefixtures("unrendered")
 @needs_transformers
 def test_numbers_are_those_of_the_models_own_attention(kind, words, tmp_path):
     folder = save_model(tmp_path / "model", kind, **({"head_dim": 64} if kind == "qwen3" else {}))
@@ -142,6 +145,7 @@ def test_numbers_are_those_of_the_models_own_attention(kind, words, tmp_path):
                 assert reported == pytest.approx(kept, abs=2e-3)
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_options_reach_the_run(llama, words, tmp_path, capsys):
     out, settings = tmp_path / "out", tmp_path / "mine.json"
     arguments = quick(words, out, "--seq", 512, "--rows", 40, "--policy", "fixed")
@@ -156,6 +160,7 @@ def test_options_reach_the_run(llama, words, tmp_path, capsys):
     assert str(out.resolve()) in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_yarn_goes_beyond_the_models_positions(llama, words, tmp_path):
     from transformers import AutoConfig
 

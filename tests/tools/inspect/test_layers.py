@@ -28,6 +28,7 @@ def test_layers_that_are_none(word):
         _layers(word)
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_sampled_layers(llama, words, tmp_path, capsys):
     out = tmp_path / "out"
     assert inspect(llama, *quick(words, out, *SMALL, "--layers", "1,", "--head", "1:3")) == 0
@@ -56,14 +57,10 @@ def test_layers_and_heads_that_the_model_has_not(llama, words, tmp_path, capsys)
     refused(capsys, named, llama, *quick(words, tmp_path / "out"), *more)
 
 
-def test_policies_by_device(llama, words, tmp_path):
+@pytest.mark.usefixtures("unrendered")
+def test_every_policy(llama, words, tmp_path):
     out = tmp_path / "out"
-    assert (
-        inspect(llama, *quick(words, out, "--rows", 32, "--layers", "1", "--block-size", 64)) == 0
-    )
+    more = ("--rows", 32, "--layers", "1", "--policy", "all", "--block-size", 64)
+    assert inspect(llama, *quick(words, out, *more)) == 0
     series = json.loads((out / "results.json").read_text())["series"]
-    assert {one["policy"] for one in series} == {"price"}
-    every = quick(words, tmp_path / "all", "--rows", 32, "--layers", "1", "--policy", "all")
-    assert inspect(llama, *every, "--block-size", 64) == 0
-    series = json.loads((tmp_path / "all" / "results.json").read_text())["series"]
     assert len({one["policy"] for one in series}) == 4

@@ -21,6 +21,7 @@ def test_settings_as_json_and_yaml():
     assert yaml.safe_load(written) == settings and not written.startswith(b"{")
 
 
+@pytest.mark.usefixtures("unrendered")
 @pytest.mark.parametrize(
     "name", ["results.json", "settings.json", "head_layer1_head2.png", "mine.json"]
 )

@@ -86,6 +86,7 @@ def model(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("unrendered")
 @pytest.mark.parametrize("of", [pytest.param("layers", marks=pytest.mark.release), "heads"])
 def test_a_run_leaves_targets_that_training_takes(of, model, words, tmp_path):
     out = tmp_path / "out"

@@ -175,6 +175,7 @@ def test_results_that_are_there_are_not_replaced(finished, capsys):
     assert {path: path.read_bytes() for path in output.iterdir()} == before
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_results_appear_whole_or_not_at_all(tmp_path, capsys, monkeypatch):
     """With those of the run before, until then; and in no file that a link leads to."""
 

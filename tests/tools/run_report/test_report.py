@@ -47,7 +47,7 @@ def test_megatrons_log_of_a_run_that_went_on(tmp_path):
     assert found.warnings == [WARNING.split("] ")[1].strip()]
 
 
-def test_the_page_loads_nothing_and_has_both_themes(tmp_path, capsys):
+def test_the_page_loads_nothing_and_has_both_themes(tmp_path):
     (tmp_path / "run.log").write_text(log(range(1, 61)))
     words = ["report", str(tmp_path / "run.log"), "--output", str(tmp_path / "page" / "run.html")]
     assert main([*words, "--png", str(tmp_path / "png"), "--title", "A <run>"]) == 0
@@ -70,11 +70,20 @@ def test_the_page_loads_nothing_and_has_both_themes(tmp_path, capsys):
         "recall",
         "price",
     }
-    capsys.readouterr()
+
+
+@pytest.mark.usefixtures("unrendered")
+def test_a_page_that_exists_is_replaced_only_on_request(tmp_path, capsys):
+    (tmp_path / "run.log").write_text(log(range(1, 5)))
+    page = tmp_path / "run.html"
+    page.write_text("mine")
+    words = ["report", str(tmp_path / "run.log"), "--output", str(page)]
     assert main(words) == 2 and "exists: give --overwrite" in capsys.readouterr().err
-    assert main([*words, "--overwrite"]) == 0
+    assert page.read_text() == "mine"
+    assert main([*words, "--overwrite"]) == 0 and "</svg>" in page.read_text()
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_losses_that_are_not_finite_are_told(tmp_path):
     """Megatron prints no loss where it is NaN, and INF where it is infinite."""
     lines = [STEP.format(step=step, ms=100, loss=3.0) for step in range(1, 9)]
@@ -92,6 +101,7 @@ def test_losses_that_are_not_finite_are_told(tmp_path):
     assert "grad norm is NaN or infinite in step 7" in text
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_a_run_whose_every_loss_is_nan_has_a_page(tmp_path):
     state = tmp_path / "trainer_state.json"
     state.write_text(json.dumps(dict(log_history=[dict(loss=float("nan"), step=5)])))
@@ -100,6 +110,7 @@ def test_a_run_whose_every_loss_is_nan_has_a_page(tmp_path):
     assert "training loss is NaN or infinite in step 5" in output.read_text(encoding="utf-8")
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_tensorboard_has_layers(tmp_path):
     tensorboard = pytest.importorskip("torch.utils.tensorboard")
     with tensorboard.SummaryWriter(str(tmp_path / "tb")) as writer:
