@@ -3,6 +3,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ import torch
 from megatron_mtraining import launch as launch_module
 from megatron_mtraining.checkout import python_mismatch, read_version
 from megatron_mtraining.megatron import cpu
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_alone, run_ranks
 
 SCRIPT = """
 import json, sys
@@ -26,19 +27,22 @@ if "--fail" in sys.argv:
 """
 
 
-def launch(*words, rank="0", **others):
-    return subprocess.run(
-        [sys.executable, "-m", "megatron_mtraining.launch", *map(str, words)],
-        env={**os.environ, "LOCAL_RANK": rank, **others},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def launched(words):
+    """What ``python -m`` does, in a process that has torch already, and forgets Megatron."""
+    for name in list(sys.modules):
+        if name.startswith(("megatron.", "megatron_mtraining.")) or name == "megatron":
+            del sys.modules[name]
+    sys.argv[1:] = words
+    runpy.run_module("megatron_mtraining.launch", run_name="__main__", alter_sys=True)
+
+
+def launch(*words, rank="0"):
+    return run_alone(launched, list(map(str, words)), LOCAL_RANK=rank)
 
 
 def stopped(run, *words):
-    assert run.returncode != 0 and "Traceback" not in run.stderr, run.stderr
-    assert all(word in run.stderr for word in words), run.stderr
+    assert run.returncode != 0 and "Traceback" not in run.stdout, run.stdout
+    assert all(word in run.stdout for word in words), run.stdout
 
 
 @pytest.mark.release
@@ -48,7 +52,7 @@ def test_script_runs_as_main_with_its_folder_first(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     run = launch(script, "--lr", "1e-3")
-    assert run.returncode == 0, run.stderr
+    assert run.returncode == 0, run.stdout
     expected = ["__main__", [str(script), "--lr", "1e-3"], str(tmp_path), True, True, True]
     assert json.loads(run.stdout.splitlines()[-1]) == expected
     assert launch(script, "--fail").returncode == 7
@@ -91,7 +95,7 @@ def test_missing_script(tmp_path):
     stopped(launch(), "name the training script")
     stopped(launch(tmp_path / "none.py"), str(tmp_path / "none.py"), "no training script")
     quiet = launch(tmp_path / "none.py", rank="1")
-    assert quiet.returncode != 0 and quiet.stderr == "", "one message on each node"
+    assert quiet.returncode != 0 and quiet.stdout == "", "one message on each node"
 
 
 def test_megatron_that_is_not_there(tmp_path):
@@ -119,7 +123,7 @@ def test_megatron_that_is_too_old(tmp_path):
 def test_an_error_in_megatron_itself_is_not_hidden(tmp_path):
     fake_core(tmp_path, "import a_module_that_is_missing\n")
     run = launch(tmp_path / "script.py")
-    assert run.returncode != 0 and "a_module_that_is_missing" in run.stderr
+    assert run.returncode != 0 and "a_module_that_is_missing" in run.stdout
 
 
 def test_a_python_that_this_megatron_does_not_support(tmp_path):
@@ -151,6 +155,7 @@ def test_python_by_megatron_version(tmp_path, version, python, expected):
 
 
 def test_missing_pybind11_is_named_before_megatron_compiles(tmp_path):
+    """By ``python -m`` itself."""
     core = fake_core(tmp_path, "__version__ = '0.19.0'\n")
     (core / "datasets").mkdir()
     (core / "datasets/Makefile").write_text("")
@@ -160,7 +165,11 @@ def test_missing_pybind11_is_named_before_megatron_compiles(tmp_path):
         "import importlib.util as u\nfind = u.find_spec\n"
         "u.find_spec = lambda name, *more: None if name == 'pybind11' else find(name, *more)\n"
     )
-    run = launch(tmp_path / "script.py", PYTHONPATH=f"{hide}:{os.environ.get('PYTHONPATH', '')}")
+    run = subprocess.run(
+        [sys.executable, "-m", "megatron_mtraining.launch", str(tmp_path / "script.py")],
+        env={**os.environ, "PYTHONPATH": f"{hide}:{os.environ.get('PYTHONPATH', '')}"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120,
+    )  # fmt: skip
     stopped(run, "pip install pybind11")
 
 

@@ -1,19 +1,16 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """The table of live changes: what is wrapped, what is logged, and what a moved upstream name says."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 from megatron.core import __version__
 
 from megatron_mtraining import ConfigError
-from megatron_mtraining.megatron import registration, wrapping
+from megatron_mtraining.megatron import arguments, registration, wrapping
 from megatron_mtraining.megatron.checks import is_from
 from megatron_mtraining.megatron.registration import LiveChange, find_owner, live_changes, register
+from tests.support.megatron_cases import parse
+from tests.support.ranks import run_alone
 
-ROOT = Path(__file__).parents[2]
 TRAINING = "megatron.training."
 
 
@@ -71,15 +68,11 @@ def test_too_old():
     registration.check_version("0.20.0rc0")
 
 
-LOGGED = """
-from types import SimpleNamespace
-from megatron_mtraining.megatron import arguments, register
-from tests.support.megatron_cases import parse
-register()
-validate_args = arguments.wrap_validate_args(lambda args, defaults: args)
-for backend in {backends}:
-    validate_args(parse(backend=backend), {{}})
-"""
+def validated(backends):
+    register()
+    validate_args = arguments.wrap_validate_args(lambda args, defaults: args)
+    for backend in backends:
+        validate_args(parse(backend=backend), {})
 
 
 @pytest.mark.parametrize(
@@ -95,23 +88,10 @@ for backend in {backends}:
     ],
 )
 def test_one_line_says_what_was_replaced(backends, rank, count):
-    code = f"import os; os.environ['RANK'] = '{rank}'" + LOGGED.format(backends=backends)
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
+    run = run_alone(validated, backends, RANK=str(rank))
+    assert run.returncode == 0, run.stdout
     lines = [line for line in run.stdout.splitlines() if "replaced" in line]
     assert len(lines) == count
     if count:
         assert f"functions of Megatron-Core {__version__}" in lines[0]
         assert "GPTModel.__init__" in lines[0] and "random.checkpoint" in lines[0]
-
-
-def test_pages_made_from_the_code_are_not_stale():
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", ROOT / "docs/generate.py", "--check"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr

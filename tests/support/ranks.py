@@ -135,31 +135,32 @@ def run_to_their_ends(world, timeout, function, *arguments):
         return [rank.exitcode for rank in ranks], said
 
 
-def _script(environment, output, script, words):
+def _alone(environment, output, function, arguments):
     _settle(environment, output)
-    sys.argv = [script, *words]
-    sys.path.insert(0, os.path.dirname(script))
     try:
-        runpy.run_path(script, run_name="__main__")
+        function(*arguments)
+    except SystemExit as error:  # to say it, multiprocessing has another form
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+            sys.exit(1)
+        raise
     finally:
         sys.stdout.flush()
 
 
-def run_script(world: int, script, *words):
-    """``torchrun script words`` with ``world`` ranks, on the CPU; as :func:`subprocess.run` gives it, with
-    standard output and error in one. Fails when it takes longer than ``HANGS``."""
-    common = {
-        **os.environ, **ON_CPU, "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
-    }  # fmt: skip
+def run_alone(function, *arguments, world: int = 1, **environment):
+    """``function(*arguments)`` in ``world`` new processes with an environment of their own: as
+    :func:`subprocess.run` gives it, with standard output and error in one. Fails when it takes longer than
+    ``HANGS``. Ranks are numbered, and have no process group."""
+    common = {**os.environ, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "output")
         output.touch()
         ranks = []
         for rank in range(world):
-            own = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            given = own, str(output), str(script), list(map(str, words))
-            ranks.append(FORKS.Process(target=_script, args=given))
+            own = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **environment}
+            given = own, str(output), function, arguments
+            ranks.append(FORKS.Process(target=_alone, args=given))
             ranks[-1].start()
         end = time.monotonic() + HANGS
         try:
@@ -175,3 +176,15 @@ def run_script(world: int, script, *words):
                 rank.kill()
                 rank.join()
         return SimpleNamespace(returncode=failed[0] if failed else 0, stdout=output.read_text())
+
+
+def _script(script, words):
+    sys.argv = [script, *words]
+    sys.path.insert(0, os.path.dirname(script))
+    runpy.run_path(script, run_name="__main__")
+
+
+def run_script(world: int, script, *words):
+    """``torchrun script words`` with ``world`` ranks, on the CPU."""
+    meet = {**ON_CPU, "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    return run_alone(_script, str(script), list(map(str, words)), world=world, **meet)
