@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import importlib
+import io
 import pkgutil
 import shutil
 from importlib.util import find_spec
@@ -168,6 +169,25 @@ def pytest_report_header(config):
 def cpu_device(monkeypatch):
     """megatron-core moves rotary tables to the current CUDA device."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+
+
+@pytest.fixture
+def unrendered(monkeypatch):
+    """Figures are made, and their files are there, but nothing is rendered, which takes seconds a page.
+
+    For tests that do not look at pictures. Each command has one that does.
+    """
+    figure = pytest.importorskip("matplotlib.figure", reason="needs matplotlib")
+
+    def save(self, file, **_):
+        if isinstance(file, io.BytesIO):
+            file.write(b"<svg></svg>")
+        elif isinstance(file, io.StringIO):
+            file.write("<svg></svg>")
+        else:
+            Path(file).write_text("<svg></svg>", encoding="utf-8")
+
+    monkeypatch.setattr(figure.Figure, "savefig", save)
 
 
 class Group:

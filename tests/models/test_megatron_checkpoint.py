@@ -168,6 +168,7 @@ def inspect(*arguments):
     return cli.main(["inspect", *map(str, arguments)])
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_the_command(saved, tmp_path, capsys):
     folder, _ = saved
     np.save(tmp_path / "ids.npy", token_ids().numpy().astype(np.uint16))

@@ -1,7 +1,8 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Run a function on several gloo processes, and bring back what each returns; or a script, as torchrun does.
 
-Ranks are forked from a process that has imported torch and Megatron, which takes each of them seconds else.
+Ranks are forked from a process that has imported torch, Megatron and transformers, which takes each of them
+seconds else.
 It knows nothing of the tests: environment and output are those of the test that asks.
 """
 
@@ -42,6 +43,8 @@ FORKS.set_forkserver_preload(
         "megatron.core.models.gpt.gpt_model",
         "megatron.core.optimizer",
         "megatron.core.pipeline_parallel.schedules",
+        "transformers.modeling_utils",
+        "peft",
     ]
 )
 
