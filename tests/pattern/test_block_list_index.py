@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import socket
+from itertools import product
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ from tests.support.attention_cases import (
     simulated_ring,
     written_out_mask,
 )
-from tests.support.pairs import pairwise
+from tests.support.pairs import all_pairs, pairwise
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("fresh_inputs")
@@ -336,14 +337,14 @@ def test_processes_agree_with_dense_attention(world):
 
 def check_rings(world, seq_length, dtypes, run):
     cases, expected = [], []
-    for dtype, tolerance in dtypes:
-        for kind in ("lists", "mixed", "all"):
-            operands = random_operands(seq_length, 1, 4, 2, 64, dtype, "cpu")
-            sets = random_sets(seq_length, 1, 4, 64, kind)
-            truth = dense_attention(*operands, mask_of(*sets, seq_length, 64), 0.1)
-            for inner in NODES[world]:
-                cases.append((operands, sets, inner))
-                expected.append((truth, tolerance))
+    for (dtype, tolerance), kind, inner in all_pairs(
+        list(product(dtypes, ("lists", "mixed", "all"), NODES[world]))
+    ):
+        operands = random_operands(seq_length, 1, 4, 2, 64, dtype, "cpu")
+        sets = random_sets(seq_length, 1, 4, 64, kind)
+        truth = dense_attention(*operands, mask_of(*sets, seq_length, 64), 0.1)
+        cases.append((operands, sets, inner))
+        expected.append((truth, tolerance))
     for case, (truths, tolerance), ranks in zip(cases, expected, zip(*run(cases))):
         for parts, truth in zip(zip(*ranks), truths):
             error = relative_error(unstripe(list(parts), 64, inner=case[-1]), truth)

@@ -5,6 +5,7 @@ written out in float64."""
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ from tests.support.attention_cases import (
     simulated_ring,
     written_out_mask,
 )
-from tests.support.pairs import pairwise
+from tests.support.pairs import all_pairs, pairwise
 from tests.support.pruning_cases import (
     BLOCK,
     HIGH_THRESHOLD,
@@ -139,17 +140,21 @@ def compare_with_reference(
 def test_gradients(world):
     cases, truths = [], []
     seq_length = BLOCK * world * (5 if world == 1 else 2)
-    for heads in ((4, 2), (3, 3)):
-        for budget, lists, packed in (
-            ("few", False, False), ("all", False, False), ("all", True, False), ("few", False, True),
-        ):  # fmt: skip
-            operands = peaked(seq_length, 2, heads, 64, torch.float64)
-            index = random_index(seq_length, 2, heads[0], BLOCK, 1, budget, "cpu")
-            index = with_documents(index) if packed else index
-            for inner in INNER[world]:
-                parts = operands, index.distances(), index.columns
-                cases.append(PruningCase(*parts, inner, lists, THRESHOLD, packed))
-                truths.append(expected(operands, over_ranks(index, world, inner), THRESHOLD))
+    kinds = [
+        ("few", False, False),
+        ("all", False, False),
+        ("all", True, False),
+        ("few", False, True),
+    ]
+    for (budget, lists, packed), heads, inner in all_pairs(
+        list(product(kinds, [(4, 2), (3, 3)], INNER[world]))
+    ):
+        operands = peaked(seq_length, 2, heads, 64, torch.float64)
+        index = random_index(seq_length, 2, heads[0], BLOCK, 1, budget, "cpu")
+        index = with_documents(index) if packed else index
+        parts = operands, index.distances(), index.columns
+        cases.append(PruningCase(*parts, inner, lists, THRESHOLD, packed))
+        truths.append(expected(operands, over_ranks(index, world, inner), THRESHOLD))
     assert any((truth.dropped > 0).any() and not truth.close.any() for truth in truths)
     ranks = run_ranks(world, run_pruned, cases) if world > 1 else [run_pruned(0, 1, cases)]
     for case, truth, results in zip(cases, truths, zip(*ranks)):

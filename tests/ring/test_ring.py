@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from tests.support.attention_cases import (
     relative_error,
     written_out_mask,
 )
-from tests.support.pairs import pairwise
+from tests.support.pairs import all_pairs, pairwise
 from tests.support.ranks import run_ranks, run_to_their_ends
 
 BLOCK = 64
@@ -84,14 +85,11 @@ def agree_with_dense_attention(world, run):
     print("torch seed", torch.seed())
     seq_length, scale = BLOCK * world * (3 if world < 6 else 2), 0.1
     cases, expected = [], []
-    for dtype in TOLERANCE:
-        for budget in ("few", "all"):
-            operands = random_operands(seq_length, 1, 4, 2, 64, dtype, "cpu")
-            index = random_index(seq_length, 1, 4, BLOCK, 1, budget, "cpu")
-            truth = dense_attention(*operands, written_out_mask(index, 1, 4), scale)
-            for inner in NODES[world]:
-                cases.append((operands, *distances_and_columns(index), scale, inner))
-                expected.append(truth)
+    for dtype, budget, inner in all_pairs(list(product(TOLERANCE, ("few", "all"), NODES[world]))):
+        operands = random_operands(seq_length, 1, 4, 2, 64, dtype, "cpu")
+        index = random_index(seq_length, 1, 4, BLOCK, 1, budget, "cpu")
+        cases.append((operands, *distances_and_columns(index), scale, inner))
+        expected.append(dense_attention(*operands, written_out_mask(index, 1, 4), scale))
     results = run_ranks(world, run, cases)
     for case, truths, ranks in zip(cases, expected, zip(*results)):
         dtype = case[0][0].dtype

@@ -67,8 +67,8 @@ def attend_to_all(rank, world, cases):
 def test_offsets_and_windows_over_ranks(world):
     length, cases = BLOCK * 4 * world if world < 4 else BLOCK * 8, []
     cut = int(torch.randint(1, length - 1, ()))
-    for inner in NODES[world]:
-        for window in (None, 1, 7, BLOCK, 101):
+    for number, inner in enumerate(NODES[world]):
+        for window in (None, 1, 7, BLOCK, 101) if number == 0 else (None, 101):
             for config in (SPARSE, SPARSE.dense()) if window is None else (SPARSE.dense(),):
                 operands = random_operands(length, 2, 4, 2, 64, torch.float64, "cpu")
                 offset = None if window == 7 else torch.randn(4, dtype=torch.float64)
