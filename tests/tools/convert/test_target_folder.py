@@ -3,20 +3,23 @@
 
 from __future__ import annotations
 
+import io
 import os
 import resource
 import shutil
 import signal
-import subprocess
 import sys
+import time
 
 import pytest
 
 pytest.importorskip("transformers")
 
-from megatron_mtraining.tools.convert import target_folder
+from megatron_mtraining.tools import cli
+from megatron_mtraining.tools.convert import target_folder, torch_dist
 from megatron_mtraining.tools.convert.hf_folder import Shards
 from tests.support.convert_cases import convert, refused
+from tests.support.ranks import FORKS
 
 
 def test_existing_target_and_full_disk(plain, tmp_path, capsys, monkeypatch):
@@ -111,42 +114,43 @@ def test_overwrite_replaces_only_conversions(plain, tmp_path, capsys):
         assert convert(*words) == 0
 
 
-PAUSED = """
-import io, signal, sys, time
-# A script's background jobs ignore these.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
-from megatron_mtraining.tools import cli
-from megatron_mtraining.tools.convert import torch_dist
-def pause():
-    print("paused", flush=True)
-    time.sleep(60)
-if sys.argv.pop(1) == "written":
-    write = torch_dist.write
-    torch_dist.write = lambda *args: (write(*args), pause())
-else:  # in the middle of a tensor, inside torch's own writer
-    class Slow(io.FileIO):
+def paused(where: str, words, folder, ready) -> None:
+    """Convert, and wait while or after the tensors are written."""
+    os.chdir(folder)
+    # A script's background jobs ignore these.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+    def pause():
+        ready.set()
+        time.sleep(60)
+
+    class Slow(io.FileIO):  # in the middle of a tensor, inside torch's own writer
         count = 0
+
         def write(self, data):
             Slow.count += 1
             if Slow.count == 30:
                 pause()
             return super().write(data)
-    torch_dist._File.__bases__ = (Slow,)
-sys.exit(cli.main(sys.argv[1:]))
-"""
+
+    if where == "written":
+        write = torch_dist.write
+        torch_dist.write = lambda *args: (write(*args), pause())
+    else:
+        torch_dist._File.__bases__ = (Slow,)
+    sys.exit(cli.main(["convert", *map(str, words)]))
 
 
 def killed(how, where: str, words, folder) -> int:
     """The exit status of a conversion that gets a signal while or after it writes the tensors."""
-    words = ["convert", *map(str, words)]
-    run = subprocess.Popen(
-        [sys.executable, "-c", PAUSED, where, *words], stdout=subprocess.PIPE, text=True, cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert run.stdout.readline() == "paused\n"
-    run.send_signal(how)
-    return run.wait(30)
+    ready = FORKS.Event()
+    run = FORKS.Process(target=paused, args=(where, words, folder, ready))
+    run.start()
+    assert ready.wait(60)
+    os.kill(run.pid, how)
+    run.join(30)
+    return run.exitcode
 
 
 @pytest.mark.parametrize(
