@@ -29,6 +29,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from megatron_mtraining.tools.run_report.sources import step_times
+
 from ..lib import record
 
 ROOT = Path(__file__).parents[2]
@@ -82,26 +84,17 @@ def make_data(folder: Path, tokens: int) -> None:
 def read_log(log: str) -> dict:
     """What a Megatron log says: times (ms) and losses by iteration, density, peak memory (MB)."""
     return dict(
-        ms=step_times({int(i): float(ms) for i, ms, _ in ITERATION.findall(log)}),
+        ms={
+            i: round(ms, 1)
+            for i, ms in step_times(
+                {int(i): float(ms) for i, ms, _ in ITERATION.findall(log)}
+            ).items()
+        },
         loss={int(i): float(loss) for i, _, loss in ITERATION.findall(log)},
         density=[float(d) for _, d in DENSITY.findall(log)],
         recall=[float(r) for r in RECALL.findall(log)],
         memory=[float(m) for m in MEMORY.findall(log)],
     )
-
-
-def step_times(logged: dict[int, float]) -> dict[int, float]:
-    """The mean time (ms) of the steps up to each that a log names, after the one before it.
-
-    Megatron's timer goes on after the first line (``training_log``: ``should_reset``), so that the second
-    line is the mean of all steps up to it.
-    """
-    first, second = [*logged, None, None][:2]
-    if first is None or second is None:
-        return logged
-    after = second - first
-    mean = ((after + 1) * logged[second] - logged[first]) / after
-    return {**logged, second: round(mean, 1)}
 
 
 def argument(log: str, name: str) -> int | None:
@@ -349,6 +342,14 @@ def check(options, refuse) -> None:
             "--dense-recompute is of Transformer Engine's attention: with --attention mtraining, give "
             "--mtraining-recompute-attention or leave both out"
         )
+    if options.traces and options.breakdown is None:
+        refuse("--traces keeps the traces of --breakdown: give that, too")
+    if options.traces and options.traces.exists() and any(options.traces.iterdir()):
+        refuse(f"--traces {options.traces} is not empty: ranks of another run may be in it")
+    if options.logged_apart and not re.search(
+        r"--log-interval[ =]([2-9]|\d\d)", " ".join(options.more)
+    ):
+        refuse("--logged-apart needs steps that are not logged: give --log-interval 2 or more")
     if options.breakdown is not None:
         if options.breakdown < 1:
             refuse(f"--breakdown {options.breakdown}: use 1 or more iterations")

@@ -145,13 +145,6 @@ def test_a_log_s_row(monkeypatch, tmp_path, words, expected):
     assert (row["max_alloc_gb"], row["loss"], len(row["losses"])) == (80, 11.9, 9)
 
 
-def test_step_times_of_a_resumed_run():
-    """Its timer starts with it; a single step has no mean to take apart."""
-    assert pretrain.step_times({7: 50.0, 8: 30.0, 9: 12.0}) == {7: 50.0, 8: 10.0, 9: 12.0}
-    assert pretrain.step_times({4: 9.5}) == {4: 9.5}
-    assert pretrain.step_times({1: 50.0, 5: 18.0, 9: 9.0}) == {1: 50.0, 5: 10.0, 9: 9.0}
-
-
 def test_logged_steps_apart():
     """Of seven steps, one of warm-up and a last one without a next, the third and the sixth are logged."""
     starts = [0, 9, 10, 13, 14, 15, 19]

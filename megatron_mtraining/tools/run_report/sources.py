@@ -27,9 +27,10 @@ PRINTED = {
 """Names in a line that Megatron prints for a step."""
 SCALES = {"step_s": 1e-3, "idle": 1e-2, "capped": 1e-2}
 """Of what is printed in milliseconds and percent."""
+STEP_TIME = "iteration-time"
 TAGS = {
     "lm loss": "loss", "learning-rate": "learning_rate", "grad-norm": "grad_norm",
-    "iteration-time": "step_s", "throughput": "tflops", "mtraining-price": "price",
+    STEP_TIME: "step_s", "throughput": "tflops", "mtraining-price": "price",
     "mtraining-density/mean": "density", "mtraining-density/lowest-head": "density_lowest",
     "mtraining-density/highest-head": "density_highest", "mtraining-recall/mean": "recall",
     "mtraining-recall/lowest-head": "recall_lowest",
@@ -150,6 +151,28 @@ def _events(path: Path) -> list[Path]:
     return sorted({file.parent for file in path.rglob("*tfevents*")})
 
 
+def step_times(logged: Series) -> Series:
+    """The mean time of the steps up to each that a process of Megatron logs, after the one before it.
+
+    Its timer goes on after the first line (``training_log``: ``should_reset``), so that the second line is
+    the mean of all steps up to it.
+    """
+    first, second = [*logged, None, None][:2]
+    if first is None or second is None:
+        return logged
+    after = second - first
+    return {**logged, second: ((after + 1) * logged[second] - logged[first]) / after}
+
+
+def _steps_apart(logged: Series) -> Series:
+    """:func:`step_times`, if that brings the second nearer to the third: a log may lack its start."""
+    if len(logged) < 3:
+        return logged
+    apart, (second, third) = step_times(logged), list(logged)[1:3]
+    near, far = (abs(times[second] - logged[third]) for times in (apart, logged))
+    return apart if near < far else logged
+
+
 def _of_tensorboard(folders: list[Path]) -> Run:
     require("tensorboard", extra="report")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -163,7 +186,12 @@ def _of_tensorboard(folders: list[Path]) -> Run:
             tag: {event.step: event.value for event in events.Scalars(tag)}
             for tag in events.Tags()["scalars"]
         }
-        _check_goes_on(begins, str(folder), [step for values in found.values() for step in values])
+        steps = [step for values in found.values() for step in values]
+        _check_goes_on(begins, str(folder), steps)
+        if times := found.get(STEP_TIME):
+            # Megatron 0.19 leaves out the first step's: the next is a mean that has it.
+            of_first = min(times) == min(steps)
+            found[STEP_TIME] = _steps_apart(times) if of_first else dict([*times.items()][1:])
         for tag, values in found.items():
             name = TAGS.get(tag.removeprefix("train/"))
             if of_layer := LAYER.fullmatch(tag):
@@ -191,8 +219,12 @@ def _of_log(files: list[Path]) -> Run:
         lines = _lines(file)
         found = [each for line in lines for each in _of_line(line)]
         _check_goes_on(begins, str(file), [step for _, step, _ in found])
+        own: dict[str, Series] = defaultdict(dict)
         for name, step, value in found:
-            series[name][step] = value
+            own[name][step] = value
+        own["step_s"] = _steps_apart(own["step_s"])
+        for name, values in own.items():
+            series[name].update(values)
         for said in filter(None, map(WARNING.search, lines)):
             warnings[said[1]] = None
     return Run.of(", ".join(begins.values()), series, warnings=warnings)

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from megatron_mtraining.tools.cli import main
-from megatron_mtraining.tools.run_report.sources import read
+from megatron_mtraining.tools.run_report.sources import read, step_times
 
 pytest.importorskip("matplotlib")
 STEP = (
@@ -45,6 +45,19 @@ def test_megatrons_log_of_a_run_that_went_on(tmp_path):
     assert [found.series[name][7] for name in named] == [0.125, 12.5, 1500, 1.25, 3, 50]
     assert found.series["price"] == dict.fromkeys(range(1, 101), 0.31)
     assert found.warnings == [WARNING.split("] ")[1].strip()]
+
+
+def test_the_second_line_of_times_is_a_mean(tmp_path):
+    """Megatron's timer starts with a process, and goes on after its first line."""
+    assert step_times({7: 50.0, 8: 30.0, 9: 12.0}) == {7: 50.0, 8: 10.0, 9: 12.0}
+    assert step_times({1: 50.0, 5: 18.0, 9: 9.0}) == {1: 50.0, 5: 10.0, 9: 9.0}
+    assert step_times({4: 9.5}) == {4: 9.5}
+    times = {1: 5000, 2: 3000, 3: 1000}
+    text = "".join(STEP.format(step=step, ms=ms, loss=3) for step, ms in times.items())
+    (tmp_path / "run.log").write_text(text)
+    assert read(tmp_path).series["step_s"] == {1: 5, 2: 1, 3: 1}
+    (tmp_path / "run.log").write_text(text[text.index(" [2026", 9) :])  # cut off
+    assert read(tmp_path).series["step_s"] == {2: 3, 3: 1}
 
 
 def test_the_page_loads_nothing_and_has_both_themes(tmp_path):
@@ -116,12 +129,13 @@ def test_tensorboard_has_layers(tmp_path):
     with tensorboard.SummaryWriter(str(tmp_path / "tb")) as writer:
         for step in range(1, 4):
             writer.add_scalar("lm loss", 3.0 - step, step)
-            writer.add_scalar("iteration-time", 0.5, step)
+            if step > 1:  # as Megatron 0.19, with the mean of the first two
+                writer.add_scalar("iteration-time", 2.5 if step == 2 else 0.5, step)
             writer.add_scalar("mtraining-density/mean", 0.25, step)
             for layer in range(2):
                 writer.add_scalar(f"mtraining-density-layers/{layer:02d}", 0.125 + layer, step)
     found = read(tmp_path)
-    assert found.series["loss"] == {1: 2, 2: 1, 3: 0} and found.series["step_s"][1] == 0.5
+    assert found.series["loss"] == {1: 2, 2: 1, 3: 0} and found.series["step_s"] == {3: 0.5}
     assert found.layers["density"][1] == {1: 1.125, 2: 1.125, 3: 1.125}
     output = tmp_path / "report.html"
     assert main(["report", str(tmp_path / "tb"), "--output", str(output)]) == 0
