@@ -61,7 +61,7 @@ COMMANDS = (
     Command(
         "plan",
         "megatron_mtraining.tools.plan.command",
-        "rank layouts over GPUs by speed, and compute the memory that a setting needs",
+        "rank layouts over GPUs by speed, and say what memory and time a command needs",
     ),
     Command(
         "report",

@@ -16,17 +16,24 @@ LINK = 50.0
 def add_gpu(parser: argparse.ArgumentParser, required: bool) -> None:
     add = parser.add_argument
     add("--gpu", required=required, help=", ".join(GPUS))
-    add("--nodes", type=int, help="hosts (default: of up to 8 GPUs)")
-    add("--link", type=float, default=LINK, metavar="GB/S",
-        help="one way of each GPU to other hosts (%(default)g: 400 Gbit/s)")  # fmt: skip
-    add("--density", type=float, default=DENSITY, help="share of the pairs (%(default)g)")
+    add("--nodes", type=int, help="hosts (default: torchrun's, or of up to 8 GPUs)")
+    add("--link", type=float, metavar="GB/S",
+        help=f"one way of each GPU to other hosts ({LINK:g}: 400 Gbit/s)")  # fmt: skip
+    add("--density", type=float,
+        help=f"share of the pairs, whatever selects them ({DENSITY:g}; 1 where all are kept)")  # fmt: skip
 
 
 def check_gpu(options: argparse.Namespace) -> None:
-    """
+    """Fill in the defaults.
+
     Raises:
-        ConfigError: a number that cannot be.
+        ConfigError: a number that cannot be, or that is for nothing.
     """
+    for name in ("nodes", "link", "density"):
+        if options.gpu is None and getattr(options, name) is not None:
+            raise ConfigError(f"--{name} is of a step's time: give --gpu, too")
+    options.link = LINK if options.link is None else options.link
+    options.density = DENSITY if options.density is None else options.density
     if options.nodes is not None and options.nodes < 1:
         raise ConfigError(f"--nodes is {options.nodes}: use 1 or more")
     if not 0 < options.density <= 1:

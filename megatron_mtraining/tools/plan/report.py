@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from ...config import ConfigError
+from ...megatron.document_options import asked_option
 from ..report.table import table
 from .assumptions import GIB
 from .gpu_options import gpus_of_a_host
@@ -46,23 +48,31 @@ def report_of(setting: Setting, options, passed_over: list[str]) -> dict:
         needed=memory,
         gpu_memory_gib=limit,
         fits=None if limit is None else memory <= limit * GIB,
-        step=_step(setting, options) if options.gpu else None,
+        step=_step(setting, options, ignored) if options.gpu else None,
         passed_over=sorted(ignored - unknown),
         unknown=sorted(unknown),
     )
 
 
-def _step(setting: Setting, options) -> dict:
-    """Seconds of a step and of its parts, predicted."""
-    gpu, hosts = (
-        gpu_of(options.gpu),
-        Hosts(gpus_of_a_host(setting.world, options.nodes), options.link),
-    )
-    time = step_time(setting, gpu, hosts, options.density)
-    tokens = setting.args.seq_length * setting.args.micro_batch_size * setting.microbatches
+def _step(setting: Setting, options, passed_over: set[str]) -> dict:
+    """Seconds of a step and of its parts, predicted.
+
+    Raises:
+        ConfigError: queries see fewer keys than are counted.
+    """
+    args = setting.args
+    fewer = [*(passed_over & {"--window-size"}), *filter(None, [asked_option(args)])]
+    for flag in fewer:
+        raise ConfigError(f"--gpu predicts no step with {flag}: give --gpu-memory-gib in its place")
+    gpu = gpu_of(options.gpu)
+    hosts = Hosts(gpus_of_a_host(setting.world, options.nodes or args.nodes), options.link)
+    density = options.density
+    if setting.mtraining and setting.mtraining.keeps_all(args.seq_length):
+        density = 1.0
+    time = step_time(setting, gpu, hosts, density)
+    tokens = args.seq_length * args.micro_batch_size * setting.microbatches
     return dict(
-        gpu=options.gpu, measured_gpu=gpu.measured,
-        density=options.density if setting.mtraining else None,
+        gpu=options.gpu, measured_gpu=gpu.measured, density=density if setting.mtraining else None,
         step_s=round(time.total, 4), **{f"{part}_s": round(getattr(time, part), 4) for part in PARTS},
         tokens_per_s_gpu=round(tokens * setting.dp / time.total / setting.world, 1),
     )  # fmt: skip
@@ -138,7 +148,7 @@ def as_text(report: dict) -> str:
 
 def _step_text(step: dict) -> str:
     parts = ", ".join(f"{part} {step[f'{part}_s']:.2f}" for part in PARTS)
-    pairs = f" with {step['density']:.0%} of the pairs" if step["density"] else ""
+    pairs = f" with {100 * step['density']:.3g}% of the pairs" if step["density"] else ""
     scaled = "" if step["measured_gpu"] else "; no step was measured on this GPU, rates are scaled"
     return (
         f"A step{pairs} takes about {step['step_s']:.2f} s on {step['gpu']} ({parts}), "

@@ -78,6 +78,8 @@ def test_a_table_and_errors_of_the_command(capsys, tmp_path):
         (["--flags-file", str(tmp_path / "empty")], "empty has no flags: the command that wrote it may"),
         (["--find", "seq-length"], "--find needs --gpu or --gpu-memory-gib"),
         (["--gpu", "h20"], "--gpu is h20: known are h200,"),
+        (["--density", "0.5", *SMALL.split()], "--density is of a step's time: give --gpu, too"),
+        (["--gpu", "h200", *SMALL.split(), "--window-size", "64,0"], "no step with --window-size"),
         (["--gpu", "h200", "--nodes", "3", *SMALL.split()], "3 nodes do not share"),
         (["--gpu-memory-gib", "-1"], "must be positive"),
         (["--flags-file", str(tmp_path / "none")], "cannot be read"),
@@ -85,6 +87,18 @@ def test_a_table_and_errors_of_the_command(capsys, tmp_path):
     ):  # fmt: skip
         assert main(["plan", "memory", *words]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_step_of_a_command(capsys):
+    """With all pairs where all are kept; over the nodes that torchrun is told of."""
+    kept = [*EXAMPLE.split(), *OURS.split(), "--mtraining-price", "0"]
+    assert plan_json(capsys, "--gpu", "h200", *kept)["step"]["density"] == 1
+    script = ["torchrun", "--nproc-per-node", "2", "--nnodes", "2", "pretrain_gpt.py"]
+    two, one = (
+        plan_json(capsys, "--gpu", "h200", *nodes, "--", *script, *EXAMPLE.split(), *OURS.split())
+        for nodes in ((), ("--nodes", "1"))
+    )
+    assert two["step"]["communication_s"] > one["step"]["communication_s"]
 
 
 DOCUMENTED = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
