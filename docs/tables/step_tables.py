@@ -405,9 +405,16 @@ def _logging(interval: int) -> Row:
     return {**row, "ms": sum(times) / len(times)}
 
 
+def _spread(times: list[float]) -> float:
+    """By how much means of 20 steps differ."""
+    means = [sum(times[at : at + 20]) / 20 for at in range(0, len(times), 20)]
+    return max(means) / min(means) - 1
+
+
 LOGGING = {
     "logging_step": lambda: cell("{x:.2f} s", x=_logging(1)["ms"] / 1000),
     "logging_gpu": lambda: cell("{world} {gpu:gpu}", _logging(1)),
+    "logging_spread": lambda: f"{100 * _spread(_logging(1)['step_ms'][-60:]):.1f}%",
     "logging_cost": lambda: f"{100 * (_logging(1)['ms'] / _logging(20)['ms'] - 1):.1f}%",
 }
 """What it costs to log each step."""
