@@ -63,10 +63,14 @@ class Deadline:
         """A job has taken so long."""
         self._took.append(seconds)
 
-    def fits(self, jobs: float = 1.0) -> bool:
-        """Whether so many jobs that are begun now are expected to end in time, one after the other."""
+    def fits(self, size: float = 1.0) -> bool:
+        """Whether a job that is begun now is expected to end in time.
+
+        Args:
+            size: times of a usual job that it takes.
+        """
         # Not the longest: the first run of each process compiles, and of one that is dense takes longer.
-        usual = (statistics.median(self._took) if self._took else self.expected) * jobs
+        usual = (statistics.median(self._took) if self._took else self.expected) * size
         return self.end is None or time.monotonic() + MARGIN * usual <= self.end
 
 

@@ -208,7 +208,7 @@ def time_layers(options) -> int:
         if seq in there:
             continue
         found = layers.found(*split(options.base), seq)
-        times = layers.at(seq)[0].replay_times(found.setting)
+        times = layers.at(seq).replay_times(found.setting)
         rows = [
             dict(
                 what="recomputation", setting=f"{kept} kept", options=found.setting, seq=seq,

@@ -259,7 +259,7 @@ def time_layers(options) -> int:
 
     def work(case) -> dict:
         (name, threshold, seq), began = case, time.perf_counter()
-        layer, dense = layers.at(seq)
+        layer, dense = layers.at(seq), layers.dense(seq)
         policy, wanted = split_forward(name)
         setting = dict(policy="price", price=0.0)
         if wanted is not None:

@@ -137,7 +137,7 @@ def time_layers(options) -> int:
 
     def work(case) -> dict:
         (policy, wanted, seq), began, why = case, time.perf_counter(), None
-        layer, dense = layers.at(seq)
+        layer, dense = layers.at(seq), layers.dense(seq)
         row = dict(stage="time", policy=policy, wanted=wanted, seq=seq, shape=shape)
         row |= dict(block_size=options.block_size)
         try:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -167,18 +167,15 @@ class Layers:
     def __init__(self, options):
         self.options, self.device = options, torch.device(options.device)
         self.gpu = torch.cuda.get_device_name() if self.device.type == "cuda" else "none"
-        self._layers: dict[int, tuple[Layer, dict[str, float]]] = {}
         self._tried: dict[tuple[str, int], dict[float, Found]] = {}
+        self.at = cache(self._at)
+        self.dense = cache(lambda seq: self.at(seq).dense_times())
 
-    def at(self, seq: int) -> tuple[Layer, dict[str, float]]:
-        """The layer at a length, and :meth:`Layer.dense_times`."""
-        if seq not in self._layers:
-            layer = Layer(seq, self.options.shape, self.device, self.options.block_size)
-            self._layers[seq] = layer, layer.dense_times()
-        return self._layers[seq]
+    def _at(self, seq: int) -> Layer:
+        return Layer(seq, self.options.shape, self.device, self.options.block_size)
 
     def found(self, policy: str, wanted: float, seq: int) -> Found:
         """The setting of a policy at a density."""
         known = self._tried.setdefault((policy, seq), {})
-        layer, _ = self.at(seq)
-        return at_density(policy, wanted, seq, self.options.block_size, layer.density, known)
+        density = self.at(seq).density
+        return at_density(policy, wanted, seq, self.options.block_size, density, known)
