@@ -16,6 +16,7 @@ from megatron_mtraining.attention import attend
 from megatron_mtraining.attention_call import AttentionCall
 from megatron_mtraining.config import Policy
 from megatron_mtraining.cp_group import RankGroup, cp_group_of
+from megatron_mtraining.megatron import ranks
 from megatron_mtraining.visibility import VisibleRanges
 from tests.support.ranks import run_ranks
 
@@ -161,3 +162,13 @@ def test_many_differences_are_counted():
     assert others == [message] * 3
     assert "setting 0 is 0 on ranks 0-1, 1 on ranks 2-3" in message
     assert "and 2 more" in message and "setting 7" not in message
+
+
+def test_what_ranks_of_a_run_compare(monkeypatch):
+    """Options that have a value, and a policy whose settings no option has."""
+    config = MTrainingConfig.from_options(**SETTINGS)
+    monkeypatch.setattr(ranks, "settings", lambda _: config.with_policy(OwnPolicy(3)))
+    monkeypatch.setattr(ranks, "training_arguments", lambda: None)
+    given = ranks.given_to_rank(SimpleNamespace(num_layers=2))
+    assert given["the policy"] == OwnPolicy(3) and given["--mtraining-block-size"] == 64
+    assert given["--num-layers"] == "2" and None not in given.values()

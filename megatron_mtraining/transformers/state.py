@@ -122,7 +122,6 @@ class PatternState:
 
     def agreed(self) -> dict[str, Any]:
         """By name, what ranks with parts of the same sequences must have alike."""
-        options = {option(name): value for name, value in self.config.options().items()}
         ours = {
             "the model's layers and heads": self.shape,
             "dense_tail": self.dense_tail,
@@ -130,7 +129,7 @@ class PatternState:
         }
         if any(self._policies):  # the file may be another on another host
             ours["what the settings file says"] = zlib.crc32(repr(self._policies).encode())
-        return options | ours
+        return self.config.given() | ours
 
     def policies(
         self, layer: int, parallel: SequenceParallel | None = None
