@@ -115,6 +115,7 @@ def test_a_second_run_is_refused(atomic, tmp_path):
 @pytest.mark.parametrize(
     "atomic, replace",
     [(atomic_file, dict(overwrite=True)), (atomic_folder, dict(check=lambda path: None))],
+    ids=["file", "folder"],
 )
 def test_links_are_not_followed(atomic, replace, tmp_path):
     other = tmp_path / "other"
