@@ -46,7 +46,8 @@ class StepRecord:
         plan."""
         calls = seen["calls"]
         with np.errstate(invalid="ignore", divide="ignore"):
-            density, recall = seen["density_sum"] / calls, seen["recall_sum"] / calls
+            density = seen["density_sum"] / calls
+            recall = np.minimum(seen["recall_sum"] / calls, 1.0)  # shares are rounded up, too
         unknown = np.full_like(calls, np.nan)
         plan = planned or dict.fromkeys(("predicted_ms", "tuned_ms", "density", "recall"), unknown)
         return cls(
