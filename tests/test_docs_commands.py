@@ -60,22 +60,8 @@ def test_programs_begin_commands():
     )
 
 
-LONG = [Path("docs", f"{name}.md") for name in ("serving", "run-for-days", "checkpoints", "data")]
-LONG += [Path("examples", "README.md")]
-"""Pages whose commands take the better part of a minute, or more."""
-
-
-def _pages():
-    """Pages with commands to run. Recipes have the commands of others."""
-    for page, found in RUN.items():
-        is_recipe = page.name == "README.md" and len(page.parts) == 3
-        marks = [pytest.mark.release] if is_recipe or page in LONG else []
-        if found:
-            yield pytest.param(page, marks=marks, id=str(page))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("page", _pages())
+@pytest.mark.parametrize("page", [page for page, found in RUN.items() if found], ids=str)
 def test_commands_run_as_printed(page, tmp_path):
     """All commands of a page that need no GPU, in one shell, in order; see tests/support/page_commands.py."""
     pytest.importorskip("transformers")

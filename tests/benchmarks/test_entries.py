@@ -359,10 +359,7 @@ def of_sequences(rows: Rows) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    ["kernels.loss", "layer.rings", pytest.param("model.sequences", marks=pytest.mark.release)],
-)
+@pytest.mark.parametrize("name", ["kernels.loss", "layer.rings", "model.sequences"])
 def test_rows_of_other_processes(name, tmp_path):
     """Of process groups, which this process has none of."""
     output = tmp_path / "rows.jsonl"
@@ -386,7 +383,6 @@ def test_rows_of_other_processes(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.release  # tests/tools/eval/test_ruler_agreement.py runs what it runs
 def test_both_commands_on_ruler(files, tmp_path, monkeypatch):
     for name in ("lm_eval", "punkt"):
         if find_spec(name) is None:
@@ -398,7 +394,6 @@ def test_both_commands_on_ruler(files, tmp_path, monkeypatch):
     check_rows(entry, longer, tmp_path, monkeypatch)
 
 
-@pytest.mark.release
 @pytest.mark.slow
 def test_prompts_of_ruler_have_their_answers(files, tmp_path, monkeypatch):
     pytest.importorskip("lm_eval")

@@ -72,7 +72,6 @@ def test_a_model_is_converted_trained_at_length_converted_back_and_judged(megatr
     assert abs(sparse["dense_loss_over_dense"]) < 0.02
 
 
-@pytest.mark.release
 @pytest.mark.slow
 def test_documents_of_packed_conversations(megatron, checkout, tmp_path):
     """Of both layouts, and with everything kept and a pattern: weights are the same, and documents."""

@@ -163,7 +163,6 @@ def train_rank(rank, world, words):
     importlib.import_module("finetune").main(words)
 
 
-@pytest.mark.release
 @pytest.mark.slow
 def test_ranks_that_share_a_sequence_train_as_one(folder, script, tmp_path):
     from transformers import AutoModelForCausalLM

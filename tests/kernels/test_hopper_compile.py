@@ -83,13 +83,7 @@ def compile_kernels(folder: Path, case: dict) -> dict[str, dict[str, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case",
-    [  # the first one has most in it
-        pytest.param(case, marks=[pytest.mark.release] if number else [], id=name)
-        for number, (name, case) in enumerate(CASES.items())
-    ],
-)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_products_stay_in_flight(tmp_path, case):
     kernels = compile_kernels(tmp_path, case)
     names = (

@@ -18,11 +18,7 @@ SHARED_MEMORY = {90: 227 * 1024, 80: 163 * 1024, 86: 99 * 1024}
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("head_dim", "capability"),
-    [(128, 86)]
-    + [
-        pytest.param(*case, marks=pytest.mark.release)
-        for case in ((128, 90), (128, 80), (64, 86), (256, 90), (256, 80), (256, 86))
-    ],
+    [(128, 86), (128, 90), (128, 80), (64, 86), (256, 90), (256, 80), (256, 86)],
 )
 def test_shared_memory_fits(tmp_path, head_dim, capability):
     pytest.importorskip("triton")

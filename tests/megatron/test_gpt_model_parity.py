@@ -285,8 +285,8 @@ def dense(tmp_path_factory):
     [
         1,
         2,
-        pytest.param(3, marks=[pytest.mark.slow, pytest.mark.release]),
-        pytest.param(4, marks=[pytest.mark.slow, pytest.mark.release]),
+        pytest.param(3, marks=pytest.mark.slow),
+        pytest.param(4, marks=pytest.mark.slow),
     ],
 )
 def test_losses_and_gradients_are_those_of_dense_attention(size, dense):

@@ -45,7 +45,6 @@ def stopped(run, *words):
     assert all(word in run.stdout for word in words), run.stdout
 
 
-@pytest.mark.release
 @pytest.mark.slow
 def test_script_runs_as_main_with_its_folder_first(tmp_path):
     (tmp_path / "beside.py").write_text("HERE = True\n")

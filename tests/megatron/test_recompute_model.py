@@ -157,7 +157,7 @@ def recomputed(rank: int, world: int, stages: int, virtual: int) -> None:
 
 @pytest.mark.parametrize(
     "processes, stages, chunks",
-    [(1, 1, 1), pytest.param(4, 2, 2, marks=[pytest.mark.slow, pytest.mark.release])],
+    [(1, 1, 1), pytest.param(4, 2, 2, marks=pytest.mark.slow)],
 )
 def test_attention_runs_once_and_no_bit_changes(processes, stages, chunks):
     """In one process, and with context parallelism in an interleaved pipeline."""

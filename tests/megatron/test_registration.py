@@ -79,12 +79,8 @@ def validated(backends):
     "backends, rank, count",
     [
         pytest.param(["auto", "mtraining", "mtraining"], 0, 1, id="our-run"),
-        pytest.param(
-            ["auto"], 0, 0, id="other-backend", marks=[pytest.mark.slow, pytest.mark.release]
-        ),
-        pytest.param(
-            ["mtraining"], 1, 0, id="other-rank", marks=[pytest.mark.slow, pytest.mark.release]
-        ),
+        pytest.param(["auto"], 0, 0, id="other-backend", marks=pytest.mark.slow),
+        pytest.param(["mtraining"], 1, 0, id="other-rank", marks=pytest.mark.slow),
     ],
 )
 def test_one_line_says_what_was_replaced(backends, rank, count):

@@ -111,7 +111,6 @@ def in_one_process(rank, world, multipliers):
     return total, gradients
 
 
-@pytest.mark.release
 @pytest.mark.slow
 def test_replicas_are_tuned_as_in_one_process():
     cp_size = dp_size = 2

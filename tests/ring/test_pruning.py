@@ -134,9 +134,7 @@ def compare_with_reference(
     assert found.any() and (found == 0).any()
 
 
-@pytest.mark.parametrize(
-    "world", [1, 2, 4, pytest.param(6, marks=[pytest.mark.slow, pytest.mark.release])]
-)
+@pytest.mark.parametrize("world", [1, 2, 4, pytest.param(6, marks=pytest.mark.slow)])
 def test_gradients(world):
     cases, truths = [], []
     seq_length = BLOCK * world * (5 if world == 1 else 2)

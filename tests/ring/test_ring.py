@@ -68,7 +68,7 @@ NODES = {1: [None], 2: [None, 1], 3: [None, 1], 4: [None, 1, 2], 6: [None, 2, 3]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2}
 
 
-LONGER = [pytest.param(n, marks=[pytest.mark.slow, pytest.mark.release]) for n in (6, 8)]
+LONGER = [pytest.param(n, marks=pytest.mark.slow) for n in (6, 8)]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, *LONGER])

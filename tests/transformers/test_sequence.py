@@ -122,7 +122,6 @@ def test_heads_of_a_settings_file_and_a_pruned_backward(tmp_path):
     assert_as_alone(2, [("llama", config, "one", {}), ("llama", "pruned", "one", {})])
 
 
-@pytest.mark.release
 @pytest.mark.slow
 @pytest.mark.parametrize("world", (2, 4))
 @pytest.mark.parametrize("kind", ("llama", "one KV head", "gpt-oss", "Gemma 3"))

@@ -41,7 +41,6 @@ def test_parts_of_sequences_train_as_whole_ones(tmp_path):
             assert_alike(found, expected)
 
 
-@pytest.mark.release
 @pytest.mark.slow
 def test_a_run_goes_on_with_other_ranks(tmp_path):
     """From two ranks to four, with its optimizer, as one process that does not stop."""

@@ -28,7 +28,6 @@ def test_right_answers(task):
     assert right_answer(task, {"outputs": outputs}) == text
 
 
-@pytest.mark.release
 @pytest.mark.slow
 def test_local_data(llama, tmp_path):
     """Essays, SQuAD and HotpotQA from files, in the forms that they are published in."""
@@ -46,7 +45,6 @@ def test_local_data(llama, tmp_path):
     assert run("ruler", llama, "--output", out, *RULER, *words) == 2
 
 
-@pytest.mark.release
 @pytest.mark.slow
 def test_a_tokenizer_for_which_the_smallest_samples_are_too_long(tmp_path, capsys):
     """lm-eval would try for ever."""
@@ -61,7 +59,6 @@ def test_a_tokenizer_for_which_the_smallest_samples_are_too_long(tmp_path, capsy
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.release
 @pytest.mark.slow
 def test_both_attentions(llama, tmp_path, capsys):
     out = tmp_path / "out"

@@ -87,7 +87,7 @@ def model(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unrendered")
-@pytest.mark.parametrize("of", [pytest.param("layers", marks=pytest.mark.release), "heads"])
+@pytest.mark.parametrize("of", ["layers", "heads"])
 def test_a_run_leaves_targets_that_training_takes(of, model, words, tmp_path):
     out = tmp_path / "out"
     more = ("--rows", 64, "--policy", "price", "--block-size", 64, "--target-recall", 0.8)

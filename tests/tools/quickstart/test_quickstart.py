@@ -108,7 +108,6 @@ def test_compares_dense_with_megatrons_own_attention(finished):
     assert all(float(difference) <= 1e-4 for _, difference in agreed)
 
 
-@pytest.mark.release
 @pytest.mark.slow
 def test_one_failing_rank_stops_all_with_its_reason(tmp_path):
     # Rank 1 fails after it has joined the others; rank 0 would wait for it in the ring.
@@ -130,7 +129,6 @@ if any("spawn_main" in word for word in sys.argv) or "multiprocessing.spawn" in 
     assert not (tmp_path / "quickstart-out").exists()
 
 
-@pytest.mark.release
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_is_named_and_ended(tmp_path):
     """The others wait for it as long as --timeout says, and no longer."""
