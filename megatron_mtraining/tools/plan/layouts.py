@@ -67,12 +67,6 @@ class Layout(NamedTuple):
     time: StepTime
     need: float
 
-    @property
-    def tokens_per_s_gpu(self) -> float:
-        args, setting = self.setting.args, self.setting
-        tokens = args.seq_length * args.micro_batch_size * setting.microbatches * setting.dp
-        return tokens / self.time.total / setting.world
-
 
 def words_of(model: Model, seq: int) -> list[str]:
     """Megatron's flags for a model with positions for a length."""

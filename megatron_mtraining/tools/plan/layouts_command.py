@@ -14,7 +14,7 @@ from .gpu_options import add_gpu, check_gpu, gpus_of_a_host
 from .layouts import DENSE, Asked, Layout, default_batch, fewest_gpus, fitting, layouts
 from .rates import gpu_of
 from .shapes import SHAPES, shape_of
-from .step_time import PARTS, Hosts
+from .step_time import PARTS, Hosts, plain_times
 
 MOST_GPUS = 2**16
 
@@ -63,10 +63,8 @@ def plain(layout: Layout) -> dict:
     return dict(
         tensor=setting.tp, pipeline=setting.pp, context=setting.cp, data=setting.dp,
         groups=[setting.inner, setting.outer] if setting.mtraining else None,
-        recompute=layout.recompute, step_s=round(layout.time.total, 4),
-        **{f"{part}_s": round(getattr(layout.time, part), 4) for part in PARTS},
-        tokens_per_s_gpu=round(layout.tokens_per_s_gpu, 1), need_gib=round(layout.need, 1),
-        flags=" ".join(layout.words),
+        recompute=layout.recompute, **plain_times(setting, layout.time),
+        need_gib=round(layout.need, 1), flags=" ".join(layout.words),
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from .memory import Stage, needed, plan
 from .options import flags_of_megatron, option
 from .rates import gpu_of
 from .setting import Setting
-from .step_time import PARTS, Hosts, step_time
+from .step_time import PARTS, Hosts, plain_times, step_time
 
 NAMES = {
     "parameters": "parameters",
@@ -62,19 +62,18 @@ def _step(setting: Setting, options, passed_over: set[str]) -> dict:
     """
     args = setting.args
     fewer = [*(passed_over & {"--window-size"}), *filter(None, [asked_option(args)])]
-    for flag in fewer:
-        raise ConfigError(f"--gpu predicts no step with {flag}: give --gpu-memory-gib in its place")
+    if fewer:
+        raise ConfigError(
+            f"--gpu predicts no step with {fewer[0]}: give --gpu-memory-gib in its place"
+        )
     gpu = gpu_of(options.gpu)
     hosts = Hosts(gpus_of_a_host(setting.world, options.nodes or args.nodes), options.link)
     density = options.density
     if setting.mtraining and setting.mtraining.keeps_all(args.seq_length):
         density = 1.0
-    time = step_time(setting, gpu, hosts, density)
-    tokens = args.seq_length * args.micro_batch_size * setting.microbatches
     return dict(
         gpu=options.gpu, measured_gpu=gpu.measured, density=density if setting.mtraining else None,
-        step_s=round(time.total, 4), **{f"{part}_s": round(getattr(time, part), 4) for part in PARTS},
-        tokens_per_s_gpu=round(tokens * setting.dp / time.total / setting.world, 1),
+        **plain_times(setting, step_time(setting, gpu, hosts, density)),
     )  # fmt: skip
 
 

@@ -50,6 +50,16 @@ class StepTime:
         return sum(vars(self).values())
 
 
+def plain_times(setting: Setting, time: StepTime) -> dict[str, float]:
+    """Seconds of a step and of :data:`PARTS` as plans show them, and tokens a second and GPU."""
+    args = setting.args
+    tokens = args.seq_length * args.micro_batch_size * setting.microbatches * setting.dp
+    return dict(
+        step_s=round(time.total, 4), **{f"{part}_s": round(getattr(time, part), 4) for part in PARTS},
+        tokens_per_s_gpu=round(tokens / time.total / setting.world, 1),
+    )  # fmt: skip
+
+
 def step_time(setting: Setting, gpu: Gpu, hosts: Hosts, density: float) -> StepTime:
     """
     Args:
