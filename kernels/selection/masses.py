@@ -15,7 +15,7 @@ import triton.language as tl
 from ..common.fixed_point import fixed_point_one
 from ..common.launch import cdiv, launch, next_power_of_2
 from ..common.tiles import LOG2E, block_at, load_rows, precision_for, row_dims
-from .probabilities import probabilities_by_row
+from .probabilities import add_three, probabilities_by_row
 
 
 @triton.jit
@@ -24,17 +24,6 @@ def add_mass(ptr, distance, mass, num_blocks, one):
     addend = (mass * one + 0.5).to(tl.int32)
     mask = (addend > 0) & (distance >= 0) & (distance < num_blocks)
     tl.atomic_add(ptr + distance, addend, mask=mask, sem="relaxed")
-
-
-@triton.jit
-def add_three_masses(ptr, distance, before, here, after, num_blocks, one):
-    """:func:`add_mass` at the distance before, at this one and at the one after. The three lie side by side,
-    so that the compiler adds them with one instruction."""
-    masses = tl.join(tl.join(before, after), tl.join(here, tl.zeros_like(here)))  # [BLOCK_M, 2, 2]
-    addend = (tl.reshape(masses, [masses.shape[0], 4]) * one + 0.5).to(tl.int32)  # [BLOCK_M, 4]
-    to = (distance - 1)[:, None] + tl.arange(0, 4)[None, :]
-    mask = (addend > 0) & (to >= 0) & (to < num_blocks)
-    tl.atomic_add(ptr[:, None] + to, addend, mask=mask, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -155,14 +144,13 @@ def _mass_kernel(
             further = tl.sum(p * tl.maximum(row_part[:, None], key_part[None, :]), 1)
             after = further - tl.sum(p * key_part[None, :], 1)
             before = further - row_part * whole
-            add_three_masses(
-                mass_ptr + (head + head_of_line) * num_blocks,
+            add_three(
+                (mass_ptr + (head + head_of_line) * num_blocks)[:, None],
                 distance,
-                before,
-                whole - before - after,
-                after,
+                (before * one + 0.5).to(tl.int32),
+                ((whole - before - after) * one + 0.5).to(tl.int32),
+                (after * one + 0.5).to(tl.int32),
                 num_blocks,
-                one,
             )
             beyond_window = tl.where((distance >= window_blocks)[:, None], p, 0.0)
             if NUM_SELECTION_ROWS > 1:
@@ -208,6 +196,7 @@ def attention_masses(sampled_rows, key, lse, num_sinks, divide_by_cost):
     values = torch.empty(batch, heads, key_len, dtype=torch.int32, device=key.device)
     masses = torch.zeros(2, batch, heads, num_blocks, dtype=torch.int32, device=key.device)
     group = heads // kv_heads
+    # Strata that are 8 apart are added up within a thread: a tile has 16 or more.
     tile_heads = min(4, next_power_of_2(group))
     if key.dtype != torch.float32:
         # Three programs fit the registers of a multiprocessor, and their loads and sums hide behind each

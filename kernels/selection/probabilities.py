@@ -46,6 +46,17 @@ def clamp_probability(p):
 
 
 @triton.jit
+def add_three(ptr, distance, before, here, after, num_blocks):
+    """Add integers [BLOCK_M] to the sums at the distances before, at and after ``distance`` [BLOCK_M]. The
+    three lie side by side, so that the compiler adds them with one instruction."""
+    addend = tl.join(tl.join(before, after), tl.join(here, tl.zeros_like(here)))  # [BLOCK_M, 2, 2]
+    addend = tl.reshape(addend, [addend.shape[0], 4])
+    to = (distance - 1)[:, None] + tl.arange(0, 4)[None, :]
+    mask = (addend > 0) & (to >= 0) & (to < num_blocks)
+    tl.atomic_add(ptr + to, addend, mask=mask, sem="relaxed")
+
+
+@triton.jit
 def probabilities_by_key(
     k,  # [BLOCK_N, D]
     position,  # [BLOCK_N], of the keys

@@ -14,7 +14,13 @@ from ..common.fixed_point import fixed_point_one as one_of_rows
 from ..common.fixed_point import float_bits
 from ..common.launch import cdiv, launch, next_power_of_2
 from ..common.tiles import LOG2E, gather_rows, precision_for
-from .probabilities import probabilities_by_key
+from .probabilities import (
+    NO_ROW,
+    add_three,
+    clamp_probability,
+    load_sampled_queries,
+    probabilities_by_key,
+)
 
 _BLOCK_N = 64
 """Columns of a tile."""
@@ -65,33 +71,46 @@ def _mass_in_columns_kernel(
         return
     k = gather_rows(keys_ptr + head * num_columns * D, tl.where(mask, column, 0), D)  # [BLOCK_N, D]
     scale = softmax_scale * LOG2E
+    block = tl.where(position < seq_length, position // BLOCK, num_blocks)  # [BLOCK_N]
+    key_part = (position % BLOCK).to(tl.float32) / BLOCK  # [BLOCK_N], offset as a fraction of the block
     mass_ptr += head * num_blocks
     for stratum in range(0, num_rows // ROWS_PER_STRATUM, TILE_STRATA):
         for j in range(NUM_SELECTION_ROWS):
             r = (stratum + tl.arange(0, TILE_STRATA)) * ROWS_PER_STRATUM + j
-            p, row = probabilities_by_key(
-                k,
-                position,
-                r,
-                head,
-                q_ptr,
-                rows_ptr,
-                starts_ptr,
-                lse_ptr,
-                num_rows,
-                batch_heads,
-                scale,
-                HEADS,
-                D,
-                PREC,
-            )  # [BLOCK_N, TILE_STRATA], [TILE_STRATA]
-            tokens = row[None, :] - position[:, None]
-            further = (tokens % BLOCK).to(tl.float32) / BLOCK
-            # Side by side, so that the compiler adds both with one instruction.
-            addend = (tl.join(p * (1.0 - further), p * further) * one + 0.5).to(tl.int32)
-            distance = (tokens // BLOCK)[:, :, None] + tl.arange(0, 2)[None, None, :]
-            inside = (addend > 0) & (distance >= 0) & (distance < num_blocks)
-            tl.atomic_add(mass_ptr + distance, addend, mask=inside, sem="relaxed")
+            row = tl.load(rows_ptr + r, mask=r < num_rows, other=NO_ROW)  # [TILE_STRATA]
+            lse = tl.load(lse_ptr + head * num_rows + r, mask=r < num_rows, other=0.0) * LOG2E
+            q = load_sampled_queries(q_ptr, r, head, batch_heads, num_rows, D)  # [TILE_STRATA, D]
+            scores = tl.dot(q, tl.trans(k), input_precision=PREC) * scale
+            # [TILE_STRATA, BLOCK_N]: a row's sums are within a few threads.
+            p = clamp_probability(tl.math.exp2(scores - lse[:, None]))
+            p = tl.where(position[None, :] <= row[:, None], p, 0.0)
+            if starts_ptr is not None:
+                start = tl.load(starts_ptr + head // HEADS * num_rows + r, mask=r < num_rows, other=0)
+                p = tl.where(position[None, :] >= start[:, None], p, 0.0)
+            # Exact: fractions of a block, which is a power of 2.
+            apart = ((row % BLOCK).to(tl.float32) / BLOCK)[:, None] - key_part[None, :]
+            is_before = apart < 0
+            further = tl.where(is_before, apart + 1.0, apart)
+            nearer_mass = (p * (1.0 - further) * one + 0.5).to(tl.int32)
+            farther_mass = (p * further * one + 0.5).to(tl.int32)
+            # Columns of one block are added up first, since atomics are most of the time: their pairs with a
+            # row are at the blocks' distance, one less or one more.
+            before = tl.where(is_before, nearer_mass, 0)
+            here = tl.where(is_before, farther_mass, nearer_mass)
+            after = tl.where(is_before, 0, farther_mass)
+            distance = row // BLOCK
+            current = tl.min(block, 0)
+            while current < num_blocks:
+                same = (block == current)[None, :]
+                add_three(
+                    mass_ptr,
+                    distance - current,
+                    tl.sum(tl.where(same, before, 0), 1),
+                    tl.sum(tl.where(same, here, 0), 1),
+                    tl.sum(tl.where(same, after, 0), 1),
+                    num_blocks,
+                )
+                current = tl.min(tl.where(block > current, block, num_blocks), 0)
 
 
 def slash_mass_in_columns(sampled_rows, keys, positions, values, min_value, lse, num_blocks):
@@ -123,7 +142,7 @@ def slash_mass_in_columns(sampled_rows, keys, positions, values, min_value, lse,
         BLOCK=rows.block_size,
         ROWS_PER_STRATUM=rows.rows_per_stratum,
         NUM_SELECTION_ROWS=rows.num_selection_rows,
-        TILE_STRATA=_TILE_STRATA,
+        TILE_STRATA=64,  # of tensor cores
         BLOCK_N=_BLOCK_N,
         PREC=precision_for(keys),
         num_warps=4,
@@ -276,9 +295,10 @@ def _column_kernel(
     if SELECT:
         reference_slashes_ptr += head * num_blocks
     block = position // BLOCK  # [BLOCK_N]
-    total = tl.zeros([BLOCK_N], tl.float32)
-    largest = tl.zeros([BLOCK_N], tl.float32)
-    measured = tl.zeros([BLOCK_N], tl.float32)
+    # Over the tiles of strata.
+    total = tl.zeros([BLOCK_N, TILE_STRATA], tl.float32)
+    largest = tl.zeros([BLOCK_N, TILE_STRATA], tl.float32)
+    measured = tl.zeros([BLOCK_N, TILE_STRATA], tl.float32)
     for stratum in range(0, num_rows // ROWS_PER_STRATUM, TILE_STRATA):
         mass = tl.zeros([BLOCK_N, TILE_STRATA], tl.float32)
         for j in tl.static_range(FIRST_ROW, ROWS_PER_STRATUM):
@@ -305,15 +325,16 @@ def _column_kernel(
                 mass += tl.where(slash == 0, p, 0.0)
             if j >= NUM_SELECTION_ROWS or ALL_MEASURE:
                 slash = tl.load(slashes_ptr + distance, mask=p > 0, other=1)
-                measured += tl.sum(tl.where(slash == 0, p, 0.0), 1)
+                measured += tl.where(slash == 0, p, 0.0)
         if SELECT:
-            total += tl.sum(mass, 1)
-            largest = tl.maximum(largest, tl.max(mass, 1))
+            total += mass
+            largest = tl.maximum(largest, mass)
     at = head * num_columns + column
-    tl.store(mass_ptr + at, measured, mask=mask)
+    tl.store(mass_ptr + at, tl.sum(measured, 1), mask=mask)
     if SELECT:
+        value = tl.sum(total, 1)
         if DROP_MAX_STRATUM:
-            total = tl.maximum(total - largest, 0.0)
+            value = tl.maximum(value - tl.max(largest, 1), 0.0)
         # The cost: query blocks that the column adds to, those at distances that are no slash.
         present = mask & (position < seq_length)
         further = num_blocks - 1 - block
@@ -327,8 +348,8 @@ def _column_kernel(
         query_blocks = tl.maximum(query_blocks, 1)
         if factor_ptr is not None:
             query_blocks = query_blocks.to(tl.float32) * tl.load(factor_ptr + head // HEADS)
-        value = total / (cost_per_block * query_blocks)
-        selected = (total > 0) & (value >= tl.load(price_ptr + head % HEADS))
+        value = value / (cost_per_block * query_blocks)
+        selected = (value > 0) & (value >= tl.load(price_ptr + head % HEADS))
         selected = present & (selected | (position < num_sinks))
         tl.store(column_ptr + at, tl.where(selected, position, seq_length), mask=mask)
         tl.store(value_ptr + at, tl.where(present, value, 0.0), mask=mask)

@@ -16,13 +16,17 @@ def _slash_kernel(
     # Selected slashes: one of the two
     distances_ptr,  # [b, h, NB], or None
     diagonals_ptr,  # [b, h, K], or None
+    columns_ptr,  # [b, h, C], or entries of seq_length or more
     # Outputs
+    found_ptr,  # [b, h, C]: the columns without other entries between them
+    num_found_ptr,  # [b, h]
     member_ptr,  # [b, h, NB]
     round_list,  # [b, h, NB]
     round_ptr,  # [b, h, NB + 1]
     rank_list,  # [b, h, length of rank_list]
     rank_ptr,  # [b, h, length of rank_list + 1]
     num_diagonals,
+    num_columns,
     seq_length,
     window_blocks,
     num_blocks,
@@ -31,9 +35,19 @@ def _slash_kernel(
     BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,  # block distances of a step
     BLOCK_K: tl.constexpr,  # diagonals of a step
+    BLOCK_C: tl.constexpr,  # columns of a step
 ):
     """One program a head."""
     bh = tl.program_id(0).to(tl.int64)
+    num_found = 0
+    for first in range(0, num_columns, BLOCK_C):
+        j = first + tl.arange(0, BLOCK_C)
+        column = tl.load(columns_ptr + bh * num_columns + j, mask=j < num_columns, other=seq_length)
+        found = column < seq_length  # [BLOCK_C]
+        place = num_found + tl.cumsum(found.to(tl.int32), 0) - 1
+        tl.store(found_ptr + bh * num_columns + place, column.to(tl.int32), mask=found)
+        num_found += tl.sum(found.to(tl.int32), 0)
+    tl.store(num_found_ptr + bh, num_found)
     member_ptr += bh * num_blocks
     offsets = tl.arange(0, BLOCK_N)
     for first in range(0, num_blocks, BLOCK_N):
@@ -89,7 +103,8 @@ def _sorted_list(member_ptr, list_ptr, ptr_ptr, bh, num_blocks, num_classes, BLO
 
 @triton.jit
 def _column_kernel(
-    columns_ptr,  # [b, h, C]
+    found_ptr,  # [b, h, C]
+    num_found_ptr,  # [b, h]
     # Outputs
     list_ptr,  # [b, h, C]
     ptr_ptr,  # [b, h, NB + 1]
@@ -108,28 +123,23 @@ def _column_kernel(
     bh = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(0)
     column_tiles = tl.cdiv(num_columns, BLOCK_M)
-    columns_ptr += bh * num_columns
+    found_ptr += bh * num_columns
+    num_found = tl.load(num_found_ptr + bh)
     entry = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     if tile < column_tiles:
-        own = tl.load(columns_ptr + entry, mask=entry < num_columns, other=0)
-        # Missing columns come last, in their order: no two keys are equal.
-        own = tl.where(own < seq_length, own, seq_length + entry).to(tl.int32)
+        own = tl.load(found_ptr + entry, mask=entry < num_found, other=seq_length)
     else:
         entry = entry - column_tiles * BLOCK_M
         own = tl.minimum(entry * BLOCK, seq_length)
     earlier = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
-    for first in range(0, num_columns, BLOCK_N):
+    for first in range(0, num_found, BLOCK_N):
         j = first + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-        key = tl.load(columns_ptr + j, mask=j < num_columns, other=2147483647)
-        key = tl.where(key < seq_length, key, seq_length + j).to(tl.int32)
-        earlier += (key[None, :] < own[:, None]).to(tl.int32)
+        column = tl.load(found_ptr + j, mask=j < num_found, other=seq_length)
+        earlier += (column[None, :] < own[:, None]).to(tl.int32)
     before = tl.sum(earlier, 1)
     if tile < column_tiles:
-        tl.store(
-            list_ptr + bh * num_columns + before,
-            tl.minimum(own, seq_length),
-            mask=entry < num_columns,
-        )
+        place = tl.where(entry < num_found, before, entry)  # the rest of the list has no columns
+        tl.store(list_ptr + bh * num_columns + place, own, mask=entry < num_columns)
     else:
         num_counts = num_blocks + 1
         tl.store(ptr_ptr + bh * num_counts + entry, before, mask=entry < num_counts)
@@ -151,6 +161,7 @@ def vertical_slash_lists(
     rank_len = cdiv(num_blocks, rank_classes) * rank_classes
     rank_list, rank_ptr = empty(rank_len, torch.int16), empty(rank_len + 1)
     column_list, column_ptr = empty(num_columns), empty(num_blocks + 1)
+    found, num_found = empty(num_columns), empty(1)
     if distances is not None:
         distances, diagonals = distances.contiguous().view(torch.uint8), None
     else:
@@ -160,12 +171,16 @@ def vertical_slash_lists(
         (batch * heads,),
         distances_ptr=distances,
         diagonals_ptr=diagonals,
+        columns_ptr=columns.contiguous(),
+        found_ptr=found,
+        num_found_ptr=num_found,
         member_ptr=member,
         round_list=round_list,
         round_ptr=round_ptr,
         rank_list=rank_list,
         rank_ptr=rank_ptr,
         num_diagonals=None if diagonals is None else diagonals.shape[-1],
+        num_columns=num_columns,
         seq_length=seq_length,
         window_blocks=window_blocks,
         num_blocks=num_blocks,
@@ -174,13 +189,15 @@ def vertical_slash_lists(
         BLOCK=block_size,
         BLOCK_N=min(4096, next_power_of_2(num_blocks)),
         BLOCK_K=128,
+        BLOCK_C=min(4096, max(128, next_power_of_2(num_columns))),
         num_warps=4,
     )
     block_m = 64
     launch(
         _column_kernel,
         (cdiv(num_columns, block_m) + cdiv(num_blocks + 1, block_m), batch * heads),
-        columns_ptr=columns.contiguous(),
+        found_ptr=found,
+        num_found_ptr=num_found,
         list_ptr=column_list,
         ptr_ptr=column_ptr,
         num_columns=num_columns,
