@@ -72,7 +72,9 @@ def _mass_in_columns_kernel(
     k = gather_rows(keys_ptr + head * num_columns * D, tl.where(mask, column, 0), D)  # [BLOCK_N, D]
     scale = softmax_scale * LOG2E
     block = tl.where(position < seq_length, position // BLOCK, num_blocks)  # [BLOCK_N]
-    key_part = (position % BLOCK).to(tl.float32) / BLOCK  # [BLOCK_N], offset as a fraction of the block
+    key_part = (position % BLOCK).to(
+        tl.float32
+    ) / BLOCK  # [BLOCK_N], offset as a fraction of the block
     mass_ptr += head * num_blocks
     for stratum in range(0, num_rows // ROWS_PER_STRATUM, TILE_STRATA):
         for j in range(NUM_SELECTION_ROWS):
@@ -85,7 +87,9 @@ def _mass_in_columns_kernel(
             p = clamp_probability(tl.math.exp2(scores - lse[:, None]))
             p = tl.where(position[None, :] <= row[:, None], p, 0.0)
             if starts_ptr is not None:
-                start = tl.load(starts_ptr + head // HEADS * num_rows + r, mask=r < num_rows, other=0)
+                start = tl.load(
+                    starts_ptr + head // HEADS * num_rows + r, mask=r < num_rows, other=0
+                )
                 p = tl.where(position[None, :] >= start[:, None], p, 0.0)
             # Exact: fractions of a block, which is a power of 2.
             apart = ((row % BLOCK).to(tl.float32) / BLOCK)[:, None] - key_part[None, :]
