@@ -89,15 +89,21 @@ class DensityMeter:
         """Count which heads of one call have as many columns or slashes as a cap lets them: ``[b, h]``."""
         self.capped.add(capped.float().sum(0, keepdim=True), len(capped))
 
-    def take(self) -> Tensor | None:
-        """The means of each head since the last call: density, lost attention, and the share of rows that
-        could lose some, ``[3, h]``; None if there was none."""
-        count, mean = self.forward.count, self.forward.take()
-        if mean is None:
-            return None
-        exposed = torch.zeros_like(mean[:1]) + self.exposed / count
-        self.exposed = 0.0
-        return torch.cat((mean, exposed))
+    @property
+    def sums(self) -> tuple[_Sum, ...]:
+        """In the order in which :meth:`take` has their means."""
+        return self.forward, self.backward, self.window, self.capped
+
+    def take(self) -> list[Tensor | None]:
+        """The means of each head since the last call, None of what there was none: density, lost attention,
+        and the share of rows that could lose some, ``[3, h]``; and the other attributes'."""
+        count = self.forward.count
+        forward, *others = (each.take() for each in self.sums)
+        if forward is not None:
+            exposed = torch.zeros_like(forward[:1]) + self.exposed / count
+            self.exposed = 0.0
+            forward = torch.cat((forward, exposed))
+        return [forward, *others]
 
 
 @dataclass(frozen=True)
@@ -174,34 +180,46 @@ class Density:
         return line if times is None else f"{line} | {times}"
 
 
+def _read(meters: list[DensityMeter]) -> None:
+    """Move the meters' sums to the host, in one copy: what is small takes a launch a sum on a GPU."""
+    sums = [each for meter in meters for each in meter.sums if each.total is not None]
+    exposed = [meter for meter in meters if isinstance(meter.exposed, Tensor)]
+    tensors = [each.total for each in sums] + [meter.exposed for meter in exposed]
+    if not tensors:
+        return
+    read = torch.cat([each.float().flatten() for each in tensors]).cpu()
+    parts = read.split([each.numel() for each in tensors])
+    for each, part in zip(sums, parts):
+        each.total = part.view(each.total.shape)
+    for meter, part in zip(exposed, parts[len(sums) :]):
+        meter.exposed = part.item()
+
+
 def take_density() -> Density | None:
     """Density and recall of all layers on all ranks since the last call; a collective where there are
     several ranks. None if no layer with a pattern has run."""
-    taken = [
-        (meter, (meter.take(), meter.backward.take(), meter.window.take(), meter.capped.take()))
-        for meter in list(RUN.meters)
-    ]
+    meters = list(RUN.meters)
+    _read(meters)
     found = [
         (meter, parts, some[0])
-        for meter, parts in taken
+        for meter, parts in [(meter, meter.take()) for meter in meters]
         if (some := [part for part in parts if part is not None])
     ]
     ranks = RankGroup.everyone()
-    device = ranks.device or (found[0][2].device if found else torch.device("cpu"))
     ends = [(meter.layer + 1, meter.first_head + some.shape[1]) for meter, _, some in found]
-    shape = torch.tensor([(0, 0), *ends], device=device).amax(0)
+    shape = torch.tensor([(0, 0), *ends]).amax(0).to(ranks.device)
     layers, heads = ranks.all_reduce(
         shape, "max"
     ).tolist()  # a pipeline stage has some layers, or none
-    table = torch.zeros(4, 4, layers, heads, device=device)  # in the order of the parts
+    table = torch.zeros(4, 4, layers, heads)  # in the order of the parts
     for meter, parts, _ in found:
         for part, mean in zip(table, parts):
             if mean is not None:
                 own = part[:, meter.layer, meter.first_head :][:, : mean.shape[1]]
                 own[: len(mean)] += mean
                 own[3] += 1
-    ranks.all_reduce(table)
-    (sums, ran), (backward, pruned), (window, windowed), (capped, can_be) = map(_means, table.cpu())
+    table = ranks.all_reduce(table.to(ranks.device)).cpu()
+    (sums, ran), (backward, pruned), (window, windowed), (capped, can_be) = map(_means, table)
     if not ran.any():
         return None
     density, lost, exposed = sums
@@ -352,6 +370,9 @@ def log_density(
         if name not in RUN.warned:
             RUN.warned.add(name)
             print_rank_last(f" [mtraining] warning: {warning}")
+    writer, wandb = get_tensorboard_writer(), get_wandb_writer()
+    if not writer and not wandb:
+        return
     values = figures(density)
     if price is not None:
         values["mtraining-price"] = price
@@ -359,7 +380,6 @@ def log_density(
         values["mtraining-schedule"] = share
     if times is not None:
         values |= times.figures()
-    writer = get_tensorboard_writer()
     if writer:
         for name, value in values.items():
             writer.add_scalar(name, value, iteration)
@@ -367,6 +387,5 @@ def log_density(
             heads = heads[density.ran & heads.isfinite()]
             if len(heads):  # TensorBoard raises at none, and attention may be NaN
                 writer.add_histogram(f"mtraining-{name}/heads", heads, iteration)
-    wandb = get_wandb_writer()
     if wandb:
         wandb.log(values, iteration)

@@ -72,8 +72,8 @@ def test_a_window_is_exact_whatever_the_settings(lengths, training):
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
     assert attention.steering._seen is None and attention.observer is None
     (meter,) = (each for each in RUN.meters if each is attention.density)
-    assert meter.take() is None
-    density = meter.window.take()
+    forward, backward, density, capped = meter.take()
+    assert forward is None and backward is None and capped is None
     if not training:
         assert density is None
         return
