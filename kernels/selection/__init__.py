@@ -29,6 +29,8 @@ merge_topk = dispatch(topk_torch.merge_topk, "topk")
 
 # Selection of blocks.
 antidiagonal_lse = dispatch(reference_blocks.antidiagonal_lse, "antidiagonal")
+block_masses = dispatch(reference_blocks.block_masses, "antidiagonal")
+attention_in_blocks = dispatch(reference_blocks.attention_in_blocks, "block_recall")
 top_blocks = dispatch(reference_blocks.top_blocks, "block_topk")
 
 # Lists of the indexes.
@@ -39,10 +41,12 @@ block_lists = dispatch(reference_index.block_lists, "block_list_index")
 
 __all__ = [
     "antidiagonal_lse",
+    "attention_in_blocks",
     "attention_masses",
     "attention_recall",
     "block_list_offsets",
     "block_lists",
+    "block_masses",
     "column_masses",
     "diagonal_masses",
     "merge_lse",

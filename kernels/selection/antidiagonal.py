@@ -15,9 +15,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.launch import cdiv, launch
+from ..common.launch import cdiv, launch, next_power_of_2
 from ..common.tiles import LOG2E, block_at, of_rows, owner_of, precision_for, row_dims, tile_for
 from .probabilities import add_to_lse
+
+ONE = tl.constexpr(2**23)
+"""A probability of 1, in block_masses."""
 
 
 @triton.jit(do_not_specialize=["first_block", "rank"])
@@ -137,3 +140,51 @@ def antidiagonal_lse(query, keys, stride, block_size, first_block, rank, inner, 
         num_stages=tile.num_stages,
     )
     return parts, lse
+
+
+@triton.jit
+def _block_mass_kernel(
+    parts_ptr,  # [b, h, rows, NB]
+    lse_ptr,  # [b, h, rows]
+    mass_ptr,  # [b, h, rows / SQUARES, NB]
+    rows,
+    num_rows,  # that count
+    num_blocks,
+    SQUARES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program a query block and tile of key blocks of a head."""
+    bh = tl.program_id(1).to(tl.int64)
+    block = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    row = tl.program_id(0) * SQUARES + tl.arange(0, SQUARES)  # [SQUARES]
+    mask = (row < num_rows)[:, None] & (block < num_blocks)[None, :]
+    at = (bh * rows + row)[:, None] * num_blocks + block[None, :]
+    part = tl.load(parts_ptr + at, mask=mask, other=float("-inf"))
+    lse = tl.load(lse_ptr + bh * rows + row, mask=row < num_rows, other=0.0)
+    share = tl.math.exp2(part - lse[:, None]) * ONE
+    share = tl.where((share >= 0) & (share < 2 * ONE), share, 0.0)  # what is not a number has none
+    mass = tl.sum((share + 0.5).to(tl.int32), 0)
+    q_blocks = tl.num_programs(0)
+    out = (bh * q_blocks + tl.program_id(0)) * num_blocks + block
+    tl.store(mass_ptr + out, mass, mask=block < num_blocks)
+
+
+def block_masses(parts, lse, squares, num_rows):
+    batch, heads, rows, num_blocks = parts.shape
+    shape = (batch, heads, rows // squares, num_blocks)
+    mass = torch.empty(shape, dtype=torch.int32, device=parts.device)
+    block_n = min(next_power_of_2(num_blocks), max(16, 4096 // squares))
+    launch(
+        _block_mass_kernel,
+        (rows // squares, batch * heads, cdiv(num_blocks, block_n)),
+        parts_ptr=parts,
+        lse_ptr=lse,
+        mass_ptr=mass,
+        rows=rows,
+        num_rows=num_rows,
+        num_blocks=num_blocks,
+        SQUARES=squares,
+        BLOCK_N=block_n,
+        num_warps=4,
+    )
+    return mass

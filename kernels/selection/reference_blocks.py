@@ -1,5 +1,6 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Reference implementation of ``antidiagonal.py`` and ``block_topk.py`` in plain PyTorch."""
+"""Reference implementation of ``antidiagonal.py``, ``block_topk.py`` and ``block_recall.py`` in plain
+PyTorch."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import math
 import torch
 from torch import Tensor
 
-from ...layout import block_at, owner_of
+from ...layout import block_at, owner_of, positions_at
+from ..types import SampledRows
 
 
 def antidiagonal_lse(
@@ -52,6 +54,60 @@ def antidiagonal_lse(
     scores = (scores * (softmax_scale / stride)).masked_fill(~seen, float("-inf"))
     parts = scores.unflatten(-1, (num_blocks, squares)).logsumexp(-1) / math.log(2)
     return parts, scores.logsumexp(-1) / math.log(2)
+
+
+def block_masses(parts: Tensor, lse: Tensor, squares: int, num_rows: int) -> Tensor:
+    """Attention of each query block's rows to key blocks.
+
+    Args:
+        parts, lse: of :func:`antidiagonal_lse`, float32.
+        squares: rows of a query block, at most 128.
+        num_rows: the rows after these are padding and count nothing.
+
+    Returns:
+        int32 ``[b, h, query blocks, NB]``, with 2^23 for a probability of 1: the rows of a block add up
+        exactly, to less than 2^31. What is not a number has no mass.
+    """
+    share = ((parts - lse[..., None]).exp2() * 2**23 + 0.5).floor()
+    share = share.nan_to_num(0.0, 0.0, 0.0).to(torch.int32)
+    share[:, :, num_rows:] = 0
+    return share.unflatten(2, (-1, squares)).sum(3).int()
+
+
+def attention_in_blocks(
+    sampled_rows: SampledRows, key: Tensor, lse: Tensor, held: Tensor, seen: Tensor
+) -> Tensor:
+    """Attention of some sampled rows in the key blocks that they see, of this rank's keys, over all of these
+    rows.
+
+    Args:
+        key: ``[s, b, hk, d]``, this rank's part.
+        lse: float32 ``[b, h, R]``, the rows' log-sum-exp over all ranks.
+        held: int64 ``[M]``, the numbers of the rows.
+        seen: uint8 ``[b, h, M, NB]``, by global key block.
+
+    Returns:
+        float32 ``[b, h]``.
+    """
+    rows = sampled_rows
+    batch, heads = lse.shape[:2]
+    size, layout = rows.block_size, (rows.rank, rows.world, rows.inner)
+    local = torch.arange(len(key), device=key.device)
+    block = block_at(local // size, *layout)
+    position = positions_at(local, rows.rank, rows.world, size, rows.inner)
+    future = (position > rows.rows[held, None])[None]
+    if rows.starts is not None:
+        future = future | (position < rows.starts[:, held, None])
+    query = rows.query[held].double()
+    kept = torch.zeros(batch, heads, device=key.device)
+    for b in range(batch):
+        for h in range(heads):  # memory for the pairs of one head
+            keys = key[:, b, h * key.shape[2] // heads].double()
+            scores = query[:, b, h] @ keys.T * rows.softmax_scale
+            p = torch.exp(scores - lse[b, h, held, None]).nan_to_num_(nan=0.0).clamp_(max=1)
+            p = p.masked_fill_(future[b % len(future)], 0)
+            kept[b, h] = (p * seen[b, h][:, block]).sum()
+    return kept
 
 
 def top_blocks(

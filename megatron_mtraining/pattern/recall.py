@@ -13,9 +13,14 @@ from torch import Tensor
 from ..cp_group import CPGroup
 from ..kernels.attention import gather_columns
 from ..kernels.common.fixed_point import fixed_point_one
-from ..kernels.selection import attention_masses, attention_recall, column_masses
+from ..kernels.selection import (
+    attention_in_blocks,
+    attention_masses,
+    attention_recall,
+    column_masses,
+)
 from ..kernels.types import SampledRows, StripedColumns
-from ..layout import block_at, owner_of, positions_at
+from ..layout import owner_of
 
 
 def column_keys(key: Tensor, columns: Tensor, sample: SampledRows, cp: CPGroup) -> Tensor:
@@ -74,35 +79,13 @@ def recall_of_blocks(
     """The share of held-out rows' attention in the key blocks that their own blocks attend to: float32 ``[b,
     h]``.
 
-    Every rank scores the rows against its keys, one head at a time: one pass, which takes memory for rows x
-    keys of a head.
-
     Args:
         blocks: uint8 ``[b, h, nb, NB]``, of this rank's query blocks.
     """
-    batch, heads, _, num_blocks = blocks.shape
-    size, world = sample.block_size, sample.world
     held = held_out(sample, torch.arange(len(sample.rows), device=key.device))
-    rows = sample.rows.long()[held]
-    owner, local = owner_of(rows // size, world, sample.inner)
-    seen = blocks.index_select(2, torch.where(owner == sample.rank, local, 0))
-    seen = cp.all_reduce(seen * (owner == sample.rank)[:, None].to(torch.uint8))
-    own = block_at(
-        torch.arange(-(-len(key) // size), device=key.device), sample.rank, world, sample.inner
-    )
-    local_tokens = torch.arange(len(key), device=key.device)
-    position = positions_at(local_tokens, sample.rank, world, size, sample.inner)
-    future = (position > rows[:, None])[None]
-    if sample.starts is not None:
-        future = future | (position < sample.starts[:, held, None])
-    missing = len(own) * size - len(key)
-    query = sample.query[held].float()
-    kept = torch.zeros(batch, heads, device=key.device)
-    for b in range(batch):
-        for h in range(heads):
-            keys = key[:, b, h * key.shape[2] // heads].float()
-            p = torch.exp(query[:, b, h] @ keys.T * sample.softmax_scale - lse[b, h, held, None])
-            p = p.masked_fill_(future[b % len(future)], 0).nan_to_num_(nan=0.0).clamp_(max=1)
-            p = torch.nn.functional.pad(p, (0, missing)).unflatten(-1, (-1, size)).sum(-1)
-            kept[b, h] = (p * seen[b, h][:, own]).sum() / len(rows)
-    return cp.all_reduce(kept)
+    owner, local = owner_of(sample.rows.long()[held] // sample.block_size, cp.world, cp.inner)
+    here = owner == cp.rank
+    seen = blocks.index_select(2, torch.where(here, local, 0))
+    if cp.world > 1:
+        seen = cp.all_reduce(seen * here[:, None].to(torch.uint8))
+    return cp.all_reduce(attention_in_blocks(sample, key, lse, held, seen)) / len(held)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...config import XAttentionPolicy
-from ...kernels.selection import antidiagonal_lse, top_blocks
+from ...kernels.selection import antidiagonal_lse, block_masses, top_blocks
 from ..selector import selects_for
 from .key_blocks import BlockCall, KeyBlockSelector, chunks
 
@@ -34,10 +34,11 @@ class XAttentionSelector(KeyBlockSelector):
         blocks = torch.empty(batch, heads, nb, num_blocks, dtype=torch.uint8, device=query.device)
         stride, wanted = policy.stride, math.ceil(policy.threshold * 2**30)
         squares = block_size // stride
-        for kv in range(kv_heads):
-            keys = cp.all_gather(key[:, :, kv : kv + 1])
-            heads_of_kv = slice(kv * group, (kv + 1) * group)
-            for first, count in chunks(nb, batch * group * squares * num_blocks):
+        together = kv_heads if cp.world == 1 else 1
+        for kv in range(0, kv_heads, together):
+            keys = cp.all_gather(key[:, :, kv : kv + together])
+            heads_of_kv = slice(kv * group, (kv + together) * group)
+            for first, count in chunks(nb, batch * together * group * squares * num_blocks):
                 rows = query[first * block_size : (first + count) * block_size, :, heads_of_kv]
                 parts, lse = antidiagonal_lse(
                     rows, keys, stride, block_size, first, cp.rank, cp.inner, call.softmax_scale
@@ -46,19 +47,9 @@ class XAttentionSelector(KeyBlockSelector):
                     own = call.hidden[:, :, first : first + count].repeat_interleave(squares, 2)
                     parts = parts.masked_fill(own, float("-inf"))
                     lse = torch.logsumexp(parts * math.log(2), -1) / math.log(2)
-                mass = _fixed_point(parts, lse)
-                mass[:, :, -(-call.length // stride) - first * squares :] = (
-                    0  # past the end of the sequence
-                )
-                mass = mass.unflatten(2, (count, squares)).sum(3)
+                num_rows = -(-call.length // stride) - first * squares
+                mass = block_masses(parts, lse, squares, num_rows)
                 blocks[:, heads_of_kv, first : first + count] = top_blocks(
-                    mass.int(), True, wanted, first, *call.always, cp.rank, cp.world, cp.inner
+                    mass, True, wanted, first, *call.always, cp.rank, cp.world, cp.inner
                 )
         return blocks
-
-
-def _fixed_point(parts: Tensor, lse: Tensor) -> Tensor:
-    """Each row's attention to the key blocks, with 2^23 for a probability of 1: the rows of a block, up to
-    128, add up exactly and to less than 2^31. What is not a number has no mass. ``parts`` is used up."""
-    share = parts.sub_(lse[..., None]).exp2_().mul_(2**23).round_()
-    return share.nan_to_num_(0.0, 0.0, 0.0).to(torch.int32)

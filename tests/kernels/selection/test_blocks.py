@@ -1,6 +1,6 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Antidiagonal scores and the selection of key blocks: the kernels against the reference implementation, on
-any number of ranks."""
+"""Antidiagonal scores, the selection of key blocks and what they hold: the kernels against the reference
+implementation, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ import torch
 from megatron_mtraining.kernels import selection
 from megatron_mtraining.kernels.selection import reference_blocks
 from megatron_mtraining.layout import block_at, stripe
-from tests.support.selection_cases import planted_operands
+from tests.support.selection_cases import (
+    CASES,
+    SCALE,
+    case_operands,
+    column_operands,
+    dense_probabilities,
+    local_part,
+    planted_operands,
+    rows_of_case,
+)
 
 pytestmark = pytest.mark.usefixtures("fresh_inputs")
 
@@ -79,3 +88,69 @@ def test_top_blocks(triton_device, by_mass, target, top):
     rest = by_mass, target, 1, 2, 1, 1, 2, 1
     expected = reference_blocks.top_blocks(values, *rest)
     assert torch.equal(selection.top_blocks(values, *rest), expected)
+
+
+@pytest.mark.parametrize(("squares", "num_blocks", "num_rows"), [(2, 5, 7), (8, 300, 16)])
+def test_block_masses(triton_device, squares, num_blocks, num_rows):
+    parts = torch.randn(2, 3, 2 * squares + 4 * (squares == 2), num_blocks, device=triton_device)
+    parts[..., -1] = float("-inf")
+    lse = parts.logsumexp(-1)
+    parts[0, 0, 0, 0], lse[1, 0, 1], lse[1, 1, 1] = float("nan"), float("-inf"), float("inf")
+    found = selection.block_masses(parts, lse, squares, num_rows)
+    expected = reference_blocks.block_masses(parts, lse, squares, num_rows)
+    assert found.shape == expected.shape and found.dtype == expected.dtype
+    assert (expected > 2**18).any() and not expected[..., -1].any()
+    # A share of 2^23 is rounded once in float32.
+    assert ((found - expected).abs() <= squares).all()
+
+
+def kept_in_blocks(case, dtype, device, attention):
+    """What held-out rows keep over all ranks in random blocks, and in float64."""
+    query, key, _ = case_operands(case, dtype, device)
+    ranks = range(case.world)
+    rows = [rows_of_case(case, query, rank) for rank in ranks]
+    held = torch.arange(0, len(rows[0].rows), 2, device=device)
+    p = dense_probabilities(query, key, rows[0].rows.long(), SCALE)
+    num_blocks = -(-case.seq_length // case.block_size)
+    seen = torch.rand(case.batch, case.num_heads, len(held), num_blocks, device=device) < 0.4
+    seen[..., 0] = True
+    block = torch.arange(case.seq_length, device=device) // case.block_size
+    truth = (p[:, :, held] * seen[..., block]).sum((-1, -2))
+    parts = [local_part(key, rank, case.world, case.block_size) for rank in ranks]
+    scores = query.index_select(0, rows[0].rows.long()).permute(1, 2, 0, 3).double() @ (
+        key.permute(1, 2, 3, 0).double().repeat_interleave(case.num_heads // case.kv_heads, 1)
+    )
+    later = torch.arange(case.seq_length, device=device) > rows[0].rows[:, None]
+    lse = (scores * SCALE).masked_fill(later, float("-inf")).logsumexp(-1).float()
+    given = lse, held, seen.to(torch.uint8)
+    return sum(attention(r, k, *given) for r, k in zip(rows, parts)), truth
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_reference_attention_in_blocks_against_dense(case):
+    kept, truth = kept_in_blocks(case, torch.float32, "cpu", reference_blocks.attention_in_blocks)
+    assert truth.min() > 0
+    torch.testing.assert_close(kept.double(), truth, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(case, torch.float32) for case in CASES] + [(CASES[3], torch.float16)],
+    ids=str,
+)
+def test_attention_in_blocks(triton_device, case, dtype):
+    kept, truth = kept_in_blocks(case, dtype, triton_device, selection.attention_in_blocks)
+    torch.testing.assert_close(kept.double(), truth, atol=1e-4, rtol=1e-4)
+
+
+def test_attention_in_blocks_of_documents(triton_device):
+    rows, key, _, _, lse = column_operands(triton_device, packed=True)
+    key[3, 0], key[7, 1] = float("nan"), float("inf")
+    held = torch.arange(2, len(rows.rows), 3, device=triton_device)
+    seen = torch.randint(0, 2, (2, 4, len(held), 8), dtype=torch.uint8, device=triton_device)
+    given = rows, key, lse, held, seen
+    expected = reference_blocks.attention_in_blocks(*given)
+    assert expected.isfinite().all() and expected.any()
+    torch.testing.assert_close(
+        selection.attention_in_blocks(*given), expected, atol=1e-4, rtol=1e-4
+    )
