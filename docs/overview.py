@@ -86,7 +86,7 @@ def draw_overview(figure, data: dict[str, list[dict]]) -> None:
             )  # fmt: skip
     # After few steps a loss says little.
     trained_at_length = [row for row in data["long"] if row["steps"] > FEW_STEPS]
-    for row, marker in zip(trained_at_length, "Pv"):
+    for row, marker in zip(trained_at_length, "Pvd"):
         left.plot(
             [row["density"]], [100 * row["dense_loss_over_dense"]], marker, color=GREEN, markersize=8,
             label=cell("Qwen2.5-Coder-0.5B, {tokens:K} tokens, {policy}", row),
@@ -96,7 +96,7 @@ def draw_overview(figure, data: dict[str, list[dict]]) -> None:
     left.set_ylabel("held-out loss over dense training,\nboth evaluated with dense attention")
     left.set_ylim(-0.1, 3.2)
     left.yaxis.set_major_formatter("{x:g}%")
-    left.set_title("Loss after 300 steps (128K: 64); bars: range over seeds", fontsize=9)
+    left.set_title("Loss after 300 steps (128K: 64, 256K: 16); bars: range over seeds", fontsize=9)
 
     if data["real"]:
         xy = sorted((row["density"], row["share"]) for row in data["real"])
@@ -110,7 +110,7 @@ def draw_overview(figure, data: dict[str, list[dict]]) -> None:
         ("layer_over_dense", SKY, "attention"),
         ("step_over_dense", GREEN, "step"),
     ):
-        for tokens, marker in ((2**17, "v-"), (2**19, "*")):
+        for tokens, marker in ((2**17, "v-"), (2**18, "d"), (2**19, "*")):
             runs = [row for row in data["long"] if row["tokens"] == tokens]
             xy = sorted((row["density"], row[name]) for row in runs)
             said = cell("{label} of the 0.5B model's runs, {tokens:K}", label=label, tokens=tokens)

@@ -69,11 +69,12 @@ def order(row: Row) -> tuple:
     return row["tokens"], row["model"], ORDER[row["policy"].partition("@")[0]], row["density"]
 
 
-def at_length(columns: dict) -> Table:
-    return Table("long", columns, newest=KEY, order=order)
+def at_length(columns: dict, where: Callable[[Row], bool] = lambda row: True) -> Table:
+    return Table("long", columns, newest=KEY, order=order, where=where)
 
 
-short, whole = at_length(SHORT), at_length(LONG)
+short = at_length(SHORT, where=lambda row: not row["policy"].startswith("schedule"))
+whole = at_length(LONG)
 
 
 def one(policy: str, tokens: int = 131072) -> Row:
@@ -112,6 +113,7 @@ def _before(name: str, samples: str) -> str:
 FIGURES = {
     **_figures("target", "target@0.95"),
     **_figures("anneal", "schedule@anneal"),
+    **_figures("256k", "target@0.95", 262144),
     **_figures("512k", "target@0.95", 524288),
     "long_steps": lambda: str(one("dense")["steps"]),
     "long_gpus": lambda: cell("{gpus} {gpu:gpu}", one("dense")),
@@ -121,4 +123,6 @@ FIGURES = {
     "long_before_ruler": lambda: _before("ruler", "ruler_samples"),
     "long_before": lambda: f"{one('dense')['before']['loss']['all']:.3f}",
     "long_after": lambda: f"{one('dense')['loss']['all']:.3f}",
+    "long_256k_before": lambda: f"{one('dense', 262144)['before']['loss']['all']:.3f}",
+    "long_256k_after": lambda: f"{one('dense', 262144)['loss']['all']:.3f}",
 }

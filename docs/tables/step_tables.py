@@ -396,25 +396,14 @@ training = Table(
 )
 
 
-def _logging(interval: int) -> Row:
-    """The last run that logs every so many steps, with the mean time of its last 40 steps."""
-    row = [row for row in rows("logging") if row["command"].endswith(f"--log-interval {interval}")][
-        -1
-    ]
-    times = row["step_ms"][-40 // interval :]
-    return {**row, "ms": sum(times) / len(times)}
-
-
-def _spread(times: list[float]) -> float:
-    """By how much means of 20 steps differ."""
-    means = [sum(times[at : at + 20]) / 20 for at in range(0, len(times), 20)]
-    return max(means) / min(means) - 1
+def _logging() -> Row:
+    return [row for row in rows("logging") if "logged_ms" in row][-1]
 
 
 LOGGING = {
-    "logging_step": lambda: cell("{x:.2f} s", x=_logging(1)["ms"] / 1000),
-    "logging_gpu": lambda: cell("{world} {gpu:gpu}", _logging(1)),
-    "logging_spread": lambda: f"{100 * _spread(_logging(1)['step_ms'][-60:]):.1f}%",
-    "logging_cost": lambda: f"{100 * (_logging(1)['ms'] / _logging(20)['ms'] - 1):.1f}%",
+    "logging_step": lambda: cell("{x:.2f} s", x=_logging()["unlogged_ms"] / 1000),
+    "logging_gpu": lambda: cell("{world} {gpu:gpu}", _logging()),
+    "logging_ms": lambda: f"{_logging()['logged_ms'] - _logging()['unlogged_ms']:.0f} ms",
+    "logging_cost": lambda: f"{100 * (_logging()['logged_ms'] / _logging()['unlogged_ms'] - 1):.1f}%",
 }
-"""What it costs to log each step."""
+"""What a logged step takes more."""
