@@ -13,7 +13,11 @@ lets through: pairs x 4 x dim forward, x 2.5 backward. ``share_of_cudnn`` divide
 dense attention beside it, at up to 128K tokens. Peers run in turns of equal time; figures are
 medians. Lists of blocks and plans are made ahead, except where a row's note says otherwise.
 
+With a model, its layers' operands on a text take the place of random ones, and the distances that policy
+price selects from them that of drawn ones, without its columns.
+
     python -m benchmarks.kernels.peers [--case TEXT ...] [--peer NAME ...] [--minutes MINUTES]
+    python -m benchmarks.kernels.peers --model coder.gguf --cache tokens.npz [--seq 131072] [--layers 5 14 18]
     python -m benchmarks.kernels.peers --check   # outputs and gradients of short sequences, errors in full
 """
 
@@ -23,20 +27,27 @@ import argparse
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron_mtraining.cp_group import CPGroup
+from megatron_mtraining.pattern import build_index, search_pattern
+
 from ..lib import record
 from ..lib.jobs import Deadline
-from ..lib.workloads import draw_index, share_for
+from ..lib.policies_at_density import config_of
+from ..lib.workloads import BLOCK, draw_index, share_for
+from ..model import real_operands
 from . import peer_check
 from .attention import DENSE_SEQ, Case, take_turns
 from .peer_calls import PEERS, Call, Peer, Problem, Refusal, draw
 
 SHAPES = ((16, 2, 128), (28, 4, 128), (14, 2, 64))
 DENSITIES = (5, 12, 25, 100)  # percent of the causal pairs
+PRICE = 0.31  # of a model's operands
 CHECKED = 1536  # tokens
 BUDGET = 1.0  # seconds of a case's turns, for each op
 
@@ -162,17 +173,36 @@ def rows_of(
     return rows
 
 
-def run_case(
-    case: Case, names: Sequence[str], dense_seq: int, budget: float, device: str = "cuda"
-) -> list[dict[str, Any]]:
-    """Measure peers on a case. Peers but this package's and cuDNN's do not lengthen each other's turns."""
+def drawn(case: Case, dense_seq: int, device: str = "cuda") -> Problem:
+    """A case with random operands and a drawn pattern."""
     torch.manual_seed(0)  # the same pattern, whichever peers run
     index = draw_index(case.seq, case.heads, case.share, 0, device)
-    problem = draw(case, index, dense_seq, device)
+    return draw(case, index, dense_seq, device)
+
+
+def of_model(options: argparse.Namespace) -> Iterator[Problem]:
+    """A problem of each layer of ``options.model``."""
+    for layer, operands in real_operands.operands_of(options).items():
+        query, key = operands[:2]
+        seq, _, heads, dim = query.shape
+        config = config_of(dict(policy="price", price=PRICE), BLOCK)
+        selected = search_pattern(query, key, config, CPGroup(None), dim**-0.5)
+        columns = torch.zeros(1, heads, 0, dtype=torch.int32, device=query.device)
+        index = build_index(selected.distances(), columns, seq, BLOCK, 1)
+        kv_heads, name = key.shape[2], f"{options.model.stem} {options.text_kind} layer {layer}"
+        name = f"{seq // 1024}K {heads}/{kv_heads} d{dim} {name}"
+        case = Case(name, seq, heads, kv_heads, dim, 0.0, 0)
+        dense = tuple(each[:DENSE_SEQ] for each in operands)
+        yield Problem(case, index, operands, dense, int(index.work().sum()))
+
+
+def measure(problem: Problem, names: Sequence[str], budget: float) -> list[dict[str, Any]]:
+    """Measure peers on a case. Peers but this package's and cuDNN's do not lengthen each other's turns."""
     calls = {name: prepare(name, PEERS[name], problem) for name in names}
     aside = [name for name in names if name not in ("mtraining", "cudnn")]
     runs = {name: call for name, (call, *_) in calls.items() if call is not None}
     times: dict[str, dict[str, float] | str] = {}
+    device = problem.operands[0].device.type
     for op in ("forward", "backward"):
         found = {name: run for name, call in runs.items() if (run := getattr(call, op)) is not None}
         with torch.set_grad_enabled(op == "backward"):
@@ -215,7 +245,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         "--check", action="store_true", help="errors of short sequences, once for each shape; no rows"
     )  # fmt: skip
     parser.add_argument("--minutes", type=float, help="begin no case that would end later")
+    real_operands.add_options(parser, needs_model=False)
     options = parser.parse_args(words)
+    options.kinds = [options.text_kind]
     options.cases = record.cases_of(parser, options, CASES)
     if options.minutes is not None and options.minutes <= 0:
         parser.error(f"--minutes is {options.minutes}: use more than 0")
@@ -234,6 +266,10 @@ def main() -> None:
             found = check(case, options.peer)
             wrong += [name for name, errors in found if peer_check.too_far(errors)]
         sys.exit(f"wrong: {', '.join(wrong)}" if wrong else 0)
+    if options.model is not None:
+        for problem in of_model(options):
+            record_case(problem, options.peer, options.output)
+        return
     measured: set = set()
     shape = None
     deadline = Deadline(options.minutes, expected=20.0)
@@ -248,13 +284,19 @@ def main() -> None:
             shape = case.shape
         dense_seq = min(case.seq, DENSE_SEQ)
         names = peers_of(case._replace(seq=dense_seq), options.peer, measured)
-        rows = run_case(case, names, dense_seq, BUDGET)
-        record.append(options.output, rows)
+        record_case(drawn(case, dense_seq), names, options.output)
         deadline.took(time.monotonic() - began)
-        print(f"{case.name}  ({time.monotonic() - began:.0f} s)")
-        names = ("op", "peer", "seq", "density", "block", "ms", "tflops", "share_of_cudnn", "why")
-        print("\n".join(record.line(row, *names) for row in rows), flush=True)
-        torch.cuda.empty_cache()
+
+
+def record_case(problem: Problem, names: Sequence[str], output: Path) -> None:
+    """Measure peers on a case; rows into ``output``, and shown."""
+    began = time.monotonic()
+    rows = measure(problem, names, BUDGET)
+    record.append(output, rows)
+    print(f"{problem.case.name}  ({time.monotonic() - began:.0f} s)")
+    shown = ("op", "peer", "seq", "density", "block", "ms", "tflops", "share_of_cudnn", "why")
+    print("\n".join(record.line(row, *shown) for row in rows), flush=True)
+    torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

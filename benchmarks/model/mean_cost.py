@@ -28,9 +28,11 @@ def counted(rows: Iterable[Row]) -> list[Row]:
 
 
 def cases(rows: Iterable[Row]) -> dict[tuple, list[Row]]:
-    """By :data:`SETTING`: the newest row of each layer."""
+    """By :data:`SETTING`, of policy price: the newest row of each layer."""
     found: dict[tuple, dict[int, Row]] = {}
     for row in rows:
+        if "price" not in row:
+            continue
         found.setdefault(tuple(row[name] for name in SETTING), {})[row["layer"]] = row
     return {key: list(layers.values()) for key, layers in found.items()}
 

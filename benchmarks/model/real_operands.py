@@ -30,12 +30,16 @@ LAYERS = (1, 5, 10, 14, 18, 22)
 
 
 def setting_of(text: str) -> Setting:
-    """``PRICE`` or ``PRICE:THRESHOLD``, the threshold of the backward."""
+    """``PRICE`` or ``PRICE:THRESHOLD``, the threshold of the backward; or ``xattention@SHARE``."""
     price, _, threshold = text.partition(":")
     try:
+        if price.startswith("xattention@"):
+            return dict(policy="xattention", block_threshold=float(price.partition("@")[2]))
         return dict(policy="price", price=float(price), backward_threshold=float(threshold or 0))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text} is not PRICE or PRICE:THRESHOLD") from None
+        raise argparse.ArgumentTypeError(
+            f"{text} is not PRICE, PRICE:THRESHOLD or xattention@SHARE"
+        ) from None
 
 
 SETTINGS = tuple(map(setting_of, ("0.31", "0.31:3", "0.62", "0.62:3", "0:3")))
@@ -75,17 +79,23 @@ def operands_of(options) -> dict[int, tuple[torch.Tensor, ...]]:
     return found
 
 
-def options_from(words: list[str] | None = None) -> argparse.Namespace:
-    """The run that arguments ask for."""
-    parser = record.parser(__doc__, "real_operands.jsonl")
-    texts.add_options(parser)
+def add_options(parser: argparse.ArgumentParser, needs_model: bool = True) -> None:
+    """What :func:`operands_of` reads."""
+    texts.add_options(parser, needs_model)
     add = parser.add_argument
     add("--text-kind", default="code", help="of the file of tokens (%(default)s)")
     add("--seq", type=int, default=131072)
     add("--layers", type=int, nargs="+", default=list(LAYERS), help="counted from 0")
+
+
+def options_from(words: list[str] | None = None) -> argparse.Namespace:
+    """The run that arguments ask for."""
+    parser = record.parser(__doc__, "real_operands.jsonl")
+    add_options(parser)
+    add = parser.add_argument
     add(
-        "--settings", type=setting_of, nargs="+", default=list(SETTINGS), metavar="PRICE[:THRESHOLD]",
-        help="price 0 is a dense forward (0.31 0.31:3 0.62 0.62:3 0:3)",
+        "--settings", type=setting_of, nargs="+", default=list(SETTINGS), metavar="SETTING",
+        help="PRICE (0: a dense forward), PRICE:THRESHOLD, xattention@SHARE (0.31 0.31:3 0.62 0.62:3 0:3)",
     )  # fmt: skip
     add("--block-size", type=int, default=128)
     options = parser.parse_args(words)

@@ -78,7 +78,7 @@ def test_rows_of_a_case(monkeypatch):
     monkeypatch.setattr(attention, "TURN", 1e-3)
     monkeypatch.setattr(record, "installed", lambda name: "none")
     names = ["mtraining", "cudnn", "fa4"]
-    rows = peers.run_case(CASE, names, 512, 1e-3, "cpu")
+    rows = peers.measure(peers.drawn(CASE, 512, "cpu"), names, 1e-3)
     of = {(row["op"], row["peer"]): row for row in rows}
     assert list(of) == [(op, name) for op in ("forward", "backward") for name in names]
     for op, factor in (("forward", 1), ("backward", 2.5)):
