@@ -47,16 +47,16 @@ class Times:
         return self.span(name) if self.on and name == WAIT else nullcontext()
 
     def take(self) -> dict[str, float]:
-        """Milliseconds by label since the last call; ``on`` ends. Waits for the labelled calls on the
-        device."""
+        """Milliseconds by label since the last call; ``on`` ends. Waits for the device if there were any."""
         self.on = False
         calls, self._calls = self._calls, []
         found: dict[str, float] = defaultdict(float)
+        if calls and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         for name, start, end in calls:
             if isinstance(start, float) and isinstance(end, float):
                 found[name] += 1000 * (end - start)
             elif isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-                end.synchronize()
                 found[name] += start.elapsed_time(end)
         return dict(found)
 

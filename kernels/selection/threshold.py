@@ -72,9 +72,7 @@ def _mass_in_columns_kernel(
     k = gather_rows(keys_ptr + head * num_columns * D, tl.where(mask, column, 0), D)  # [BLOCK_N, D]
     scale = softmax_scale * LOG2E
     block = tl.where(position < seq_length, position // BLOCK, num_blocks)  # [BLOCK_N]
-    key_part = (position % BLOCK).to(
-        tl.float32
-    ) / BLOCK  # [BLOCK_N], offset as a fraction of the block
+    key_part = (position % BLOCK).to(tl.float32) / BLOCK  # [BLOCK_N], of a block
     mass_ptr += head * num_blocks
     for stratum in range(0, num_rows // ROWS_PER_STRATUM, TILE_STRATA):
         for j in range(NUM_SELECTION_ROWS):
