@@ -404,6 +404,8 @@ LOGGING = {
     "logging_step": lambda: cell("{x:.2f} s", x=_logging()["unlogged_ms"] / 1000),
     "logging_gpu": lambda: cell("{world} {gpu:gpu}", _logging()),
     "logging_ms": lambda: f"{_logging()['logged_ms'] - _logging()['unlogged_ms']:.0f} ms",
-    "logging_cost": lambda: f"{100 * (_logging()['logged_ms'] / _logging()['unlogged_ms'] - 1):.1f}%",
+    "logging_cost": lambda: (
+        f"{100 * (_logging()['logged_ms'] / _logging()['unlogged_ms'] - 1):.1f}%"
+    ),
 }
 """What a logged step takes more."""
