@@ -13,11 +13,11 @@ lets through: pairs x 4 x dim forward, x 2.5 backward. ``share_of_cudnn`` divide
 dense attention beside it, at up to 128K tokens. Peers run in turns of equal time; figures are
 medians. Lists of blocks and plans are made ahead, except where a row's note says otherwise.
 
-With a model, its layers' operands on a text take the place of random ones, and the distances that policy
-price selects from them that of drawn ones, without its columns.
+With ``--operands``, a model's (``benchmarks.model.real_operands --keep FILE``) take the place of random ones,
+and the distances that policy price selects from them that of drawn ones, without its columns.
 
     python -m benchmarks.kernels.peers [--case TEXT ...] [--peer NAME ...] [--minutes MINUTES]
-    python -m benchmarks.kernels.peers --model coder.gguf --cache tokens.npz [--seq 131072] [--layers 5 14 18]
+    python -m benchmarks.kernels.peers --operands FILE [--peer NAME ...]
     python -m benchmarks.kernels.peers --check   # outputs and gradients of short sequences, errors in full
 """
 
@@ -33,22 +33,21 @@ from typing import Any
 
 import torch
 
+from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.cp_group import CPGroup
 from megatron_mtraining.pattern import build_index, search_pattern
 
 from ..lib import record
 from ..lib.jobs import Deadline
-from ..lib.policies_at_density import config_of
 from ..lib.workloads import BLOCK, draw_index, share_for
-from ..model import real_operands
 from . import peer_check
 from .attention import DENSE_SEQ, Case, take_turns
 from .peer_calls import PEERS, Call, Peer, Problem, Refusal, draw
 
 SHAPES = ((16, 2, 128), (28, 4, 128), (14, 2, 64))
 DENSITIES = (5, 12, 25, 100)  # percent of the causal pairs
-PRICE = 0.31  # of a model's operands
 CHECKED = 1536  # tokens
+PRICE = 0.31  # of a model's operands
 BUDGET = 1.0  # seconds of a case's turns, for each op
 
 
@@ -180,18 +179,20 @@ def drawn(case: Case, dense_seq: int, device: str = "cuda") -> Problem:
     return draw(case, index, dense_seq, device)
 
 
-def of_model(options: argparse.Namespace) -> Iterator[Problem]:
-    """A problem of each layer of ``options.model``."""
-    for layer, operands in real_operands.operands_of(options).items():
+def of_file(file: Path) -> Iterator[Problem]:
+    """A problem of each entry of a file: query, key, value and a gradient of out, by name."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for name, operands in torch.load(file, map_location="cpu").items():
+        operands = tuple(each.to(device) for each in operands)
         query, key = operands[:2]
-        seq, _, heads, dim = query.shape
-        config = config_of(dict(policy="price", price=PRICE), BLOCK)
+        (seq, _, heads, dim), kv_heads = query.shape, key.shape[2]
+        config = MTrainingConfig.from_options(price=PRICE)
         selected = search_pattern(query, key, config, CPGroup(None), dim**-0.5)
-        columns = torch.zeros(1, heads, 0, dtype=torch.int32, device=query.device)
+        columns = torch.zeros(1, heads, 0, dtype=torch.int32, device=device)
         index = build_index(selected.distances(), columns, seq, BLOCK, 1)
-        kv_heads, name = key.shape[2], f"{options.model.stem} {options.text_kind} layer {layer}"
-        name = f"{seq // 1024}K {heads}/{kv_heads} d{dim} {name}"
-        case = Case(name, seq, heads, kv_heads, dim, 0.0, 0)
+        case = Case(
+            f"{seq // 1024}K {heads}/{kv_heads} d{dim} {name}", seq, heads, kv_heads, dim, 0.0, 0
+        )
         dense = tuple(each[:DENSE_SEQ] for each in operands)
         yield Problem(case, index, operands, dense, int(index.work().sum()))
 
@@ -245,9 +246,8 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         "--check", action="store_true", help="errors of short sequences, once for each shape; no rows"
     )  # fmt: skip
     parser.add_argument("--minutes", type=float, help="begin no case that would end later")
-    real_operands.add_options(parser, needs_model=False)
+    parser.add_argument("--operands", type=Path, metavar="FILE", help="in place of the cases")
     options = parser.parse_args(words)
-    options.kinds = [options.text_kind]
     options.cases = record.cases_of(parser, options, CASES)
     if options.minutes is not None and options.minutes <= 0:
         parser.error(f"--minutes is {options.minutes}: use more than 0")
@@ -266,8 +266,8 @@ def main() -> None:
             found = check(case, options.peer)
             wrong += [name for name, errors in found if peer_check.too_far(errors)]
         sys.exit(f"wrong: {', '.join(wrong)}" if wrong else 0)
-    if options.model is not None:
-        for problem in of_model(options):
+    if options.operands is not None:
+        for problem in of_file(options.operands):
             record_case(problem, options.peer, options.output)
         return
     measured: set = set()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 import torch
 
@@ -79,20 +80,20 @@ def operands_of(options) -> dict[int, tuple[torch.Tensor, ...]]:
     return found
 
 
-def add_options(parser: argparse.ArgumentParser, needs_model: bool = True) -> None:
-    """What :func:`operands_of` reads."""
-    texts.add_options(parser, needs_model)
+def options_from(words: list[str] | None = None) -> argparse.Namespace:
+    """The run that arguments ask for."""
+    parser = record.parser(__doc__, "real_operands.jsonl")
+    texts.add_options(parser)
     add = parser.add_argument
     add("--text-kind", default="code", help="of the file of tokens (%(default)s)")
     add("--seq", type=int, default=131072)
     add("--layers", type=int, nargs="+", default=list(LAYERS), help="counted from 0")
-
-
-def options_from(words: list[str] | None = None) -> argparse.Namespace:
-    """The run that arguments ask for."""
-    parser = record.parser(__doc__, "real_operands.jsonl")
-    add_options(parser)
-    add = parser.add_argument
+    add(
+        "--keep",
+        type=Path,
+        metavar="FILE",
+        help="write the operands for kernels.peers, and no rows",
+    )
     add(
         "--settings", type=setting_of, nargs="+", default=list(SETTINGS), metavar="SETTING",
         help="PRICE (0: a dense forward), PRICE:THRESHOLD, xattention@SHARE (0.31 0.31:3 0.62 0.62:3 0:3)",
@@ -109,6 +110,10 @@ def main(words: list[str] | None = None) -> None:
         found = operands_of(options)
     except ConfigError as error:
         sys.exit(f"real_operands.py: {error}")
+    if options.keep is not None:
+        named = f"{options.model.stem} {options.text_kind} layer"
+        torch.save({f"{named} {number}": each for number, each in found.items()}, options.keep)
+        return
     common = dict(
         model=options.model.name, text=options.text_kind, data=texts.fingerprint(options), seq=options.seq,
         versions=dict(cudnn=torch.backends.cudnn.version(), fa4=record.installed("flash-attn-4")),

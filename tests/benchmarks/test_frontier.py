@@ -11,7 +11,6 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-from benchmarks.kernels import attention, peers
 from benchmarks.lib.policies_at_density import at_density
 from benchmarks.model import (
     ablations,
@@ -135,17 +134,7 @@ def test_operands_are_of_the_model(words):
     assert len(first) > 1, "a token that comes again"
     # The first layer's values know neither position nor context.
     torch.testing.assert_close(value[first], value[-1:].expand(len(first), -1, -1, -1))
-
-
-def test_kernels_of_other_packages_on_a_model(words, monkeypatch):
-    monkeypatch.setattr(attention, "TURN", 1e-3)
-    more = [*words[: words.index("--kinds")], "--seq", str(SEQ), "--layers", "0"]
-    options = real_operands.options_from(more)
-    [problem] = peers.of_model(options)
-    assert problem.case.name.endswith("code layer 0")
-    assert problem.distances[:, 0].all() and not problem.index.columns.numel()
-    rows = peers.measure(problem, ["mtraining"], 1e-3)
-    assert {row["op"] for row in rows} == {"forward", "backward"} and not any(
-        row["why"] for row in rows
-    )
-    assert rows[0]["density"] == rows[0]["pattern_density"]
+    file = Path(words[words.index("--cache") + 1]).with_name("operands")
+    real_operands.main([*more, "--keep", str(file)])
+    [(name, kept)] = torch.load(file).items()
+    assert name.endswith("code layer 0") and torch.equal(kept[0], query)

@@ -92,6 +92,18 @@ def test_rows_of_a_case(monkeypatch):
         assert of[op, "fa4"]["why"].endswith("not installed") and of[op, "fa4"]["ms"] is None
 
 
+def test_operands_of_a_file(monkeypatch, tmp_path):
+    monkeypatch.setattr(attention, "TURN", 1e-3)
+    query, key, value, grad = (torch.randn(640, 1, heads, 64) for heads in (4, 2, 2, 4))
+    torch.save({"code layer 1": (query, key, value, grad)}, tmp_path / "operands")
+    [problem] = peers.of_file(tmp_path / "operands")
+    assert problem.case.name == "0K 4/2 d64 code layer 1"
+    assert problem.distances[:, 0].all() and not problem.index.columns.numel()
+    rows = peers.measure(problem, ["mtraining"], 1e-3)
+    assert [(row["op"], row["why"]) for row in rows] == [("forward", ""), ("backward", "")]
+    assert rows[0]["density"] == rows[0]["pattern_density"] > 0
+
+
 def test_flash_msa_takes_as_many_blocks_as_the_pattern_has():
     case = attention.Case("longer", 128 * BLOCK, 2, 1, 128, 0.1, 0)
     distances = draw_pattern(case.seq, 2, 0.1, 0)[0]
