@@ -198,6 +198,21 @@ def test_autocast_rounds_no_scores(threshold, region, checkpointed):
         assert torch.equal(mine, theirs)
 
 
+def test_a_buffer_of_starts_may_be_filled_again_before_the_backward():
+    starts = VisibleRanges.from_lengths([100, TOKENS - 100], TOKENS).start
+    torch.manual_seed(2)
+    operands = [torch.randn(TOKENS, 1, heads, 64) for heads in (HEADS, 2, 2)]
+    gradients = []
+    for filled in (False, True):
+        buffer = starts.clone()
+        leaves = [each.clone().requires_grad_() for each in operands]
+        out = attend(*leaves, config=PRICED, documents=VisibleRanges(buffer)).out
+        if filled:
+            buffer.zero_()
+        gradients.append(torch.autograd.grad(out.sum(), leaves))
+    assert all(torch.equal(*both) for both in zip(*gradients))
+
+
 @pytest.mark.gpu
 def test_a_scale_may_be_a_whole_number():
     """Triton compiles other kernels for integers than for real numbers, and 1 and 1.0 are one key."""
