@@ -198,7 +198,9 @@ def test_what_is_attended_to_is_counted(seq_length, world, inner, kind):
         pairs = mask[:, :, rows].sum((-1, -2)).double()
         assert torch.equal(own.work()[:, :, rank].sum(-1), pairs)
         # A share of the mean number of ranks: so the mean over ranks is that of the whole.
-        assert torch.allclose(own.density().double(), pairs * world / visible.sum((-1, -2))[:, None])
+        assert torch.allclose(
+            own.density().double(), pairs * world / visible.sum((-1, -2))[:, None]
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
