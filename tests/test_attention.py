@@ -137,6 +137,12 @@ def test_a_replay_is_of_the_same_blocks_and_documents():
     with pytest.raises(ValueError, match="pattern was selected without"):
         documents = VisibleRanges.from_lengths([100, 156], TOKENS)
         attend(*given, config=PRICED, pattern=index, documents=documents)
+    first = attend(*given, config=PRICED, documents=documents)
+    others, equal = (VisibleRanges.from_lengths([n, TOKENS - n], TOKENS) for n in (99, 100))
+    for again in (dict(pattern=first.index), dict(saved=first)):
+        attend(*given, config=PRICED, documents=equal, **again)
+        with pytest.raises(ValueError, match="pattern was selected with others"):
+            attend(*given, config=PRICED, documents=others, **again)
 
 
 @pytest.mark.parametrize(
