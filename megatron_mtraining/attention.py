@@ -61,7 +61,8 @@ def attend(
         price: float32 ``[]`` or ``[h]``, in place of the price of ``config``; of heads that have one. It
             must be given if ``config`` has a schedule.
         pattern: the pattern to attend to, of an earlier call with such operands (``index`` of its result), on
-            all ranks or on none: nothing is searched.
+            all ranks or on none: nothing is searched. It has the documents of that call; others are refused
+            on the CPU, and not looked at on GPUs.
         saved: the result for the same operands in the first pass, in a replay under activation recomputation,
             on all ranks or on none: no forward is run and nothing is sent, but the result has a backward.
         observe_backward: called in the backward, if ``config.backward_threshold`` is not 0, with the density

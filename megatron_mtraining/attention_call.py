@@ -173,6 +173,10 @@ class AttentionCall(NamedTuple):
             raise ValueError(
                 "documents are given, but the pattern was selected without: give the same in both"
             )
+        if not _are_alike(self.documents, index.visible):
+            raise ValueError(
+                "documents are given, but the pattern was selected with others: give the same in both"
+            )
         if self.saved is not None and self.config.backward_threshold:
             self._check_packed(self.saved.packed, index)
 
@@ -283,6 +287,13 @@ def _is_on_cpu(tensor: object) -> TypeGuard[Tensor]:
 
 def _shape_of(tensor: Tensor | None) -> tuple[int, ...] | None:
     return tuple(tensor.shape) if isinstance(tensor, Tensor) else None
+
+
+def _are_alike(given: VisibleRanges | None, own: VisibleRanges | None) -> bool:
+    """Whether documents, if they are given, are a pattern's own. They are not looked at on GPUs."""
+    if given is None or own is None or given is own or not _is_on_cpu(given.start):
+        return True
+    return given.start.equal(own.start)
 
 
 def _shape_of_documents(documents: VisibleRanges | None) -> tuple[int, ...] | None:

@@ -132,7 +132,8 @@ class VisibleRanges:
                 f"a sequence of {start.shape[1]} tokens is too long for visible ranges: use at most "
                 f"{MOST_TOKENS}"
             )
-        self.start = start.detach().int().contiguous()
+        # A copy: a backward reads it, and a loop may fill its buffer for the next batch before.
+        self.start = start.detach().to(torch.int32, copy=True).contiguous()
         self.rows = rows
         self._once: dict[Hashable, Any] = {}
         _refuse(start, check, "visible range")

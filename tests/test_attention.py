@@ -137,6 +137,12 @@ def test_a_replay_is_of_the_same_blocks_and_documents():
     with pytest.raises(ValueError, match="pattern was selected without"):
         documents = VisibleRanges.from_lengths([100, 156], TOKENS)
         attend(*given, config=PRICED, pattern=index, documents=documents)
+    first = attend(*given, config=PRICED, documents=documents)
+    others, equal = (VisibleRanges.from_lengths([n, TOKENS - n], TOKENS) for n in (99, 100))
+    for again in (dict(pattern=first.index), dict(saved=first)):
+        attend(*given, config=PRICED, documents=equal, **again)
+        with pytest.raises(ValueError, match="pattern was selected with others"):
+            attend(*given, config=PRICED, documents=others, **again)
 
 
 @pytest.mark.parametrize(
@@ -196,6 +202,21 @@ def test_autocast_rounds_no_scores(threshold, region, checkpointed):
         found_gradients = torch.autograd.grad(found[0].sum(), given)
     for mine, theirs in zip((*found, *found_gradients), (*expected, *gradients), strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_a_buffer_of_starts_may_be_filled_again_before_the_backward():
+    starts = VisibleRanges.from_lengths([100, TOKENS - 100], TOKENS).start
+    torch.manual_seed(2)
+    operands = [torch.randn(TOKENS, 1, heads, 64) for heads in (HEADS, 2, 2)]
+    gradients = []
+    for filled in (False, True):
+        buffer = starts.clone()
+        leaves = [each.clone().requires_grad_() for each in operands]
+        out = attend(*leaves, config=PRICED, documents=VisibleRanges(buffer)).out
+        if filled:
+            buffer.zero_()
+        gradients.append(torch.autograd.grad(out.sum(), leaves))
+    assert all(torch.equal(*both) for both in zip(*gradients))
 
 
 @pytest.mark.gpu

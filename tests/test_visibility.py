@@ -197,8 +197,10 @@ def test_what_is_attended_to_is_counted(seq_length, world, inner, kind):
                 assert torch.equal(own.token_mask(b, h), mask[b, h, rows])
         pairs = mask[:, :, rows].sum((-1, -2)).double()
         assert torch.equal(own.work()[:, :, rank].sum(-1), pairs)
-        causal = visible[:, rows].sum((-1, -2))
-        assert torch.allclose(own.density().double(), pairs / causal[:, None])
+        # A share of the mean number of ranks: so the mean over ranks is that of the whole.
+        assert torch.allclose(
+            own.density().double(), pairs * world / visible.sum((-1, -2))[:, None]
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)

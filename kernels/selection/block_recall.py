@@ -104,8 +104,8 @@ def attention_in_blocks(sampled_rows, key, lse, held, seen):
         rows_ptr=rows.rows,
         starts_ptr=rows.starts,
         lse_ptr=lse,
-        held_ptr=held,
-        seen_ptr=seen,
+        held_ptr=held.contiguous(),  # one row of each stratum is a view with steps
+        seen_ptr=seen.contiguous(),
         k_ptr=key,
         kept_ptr=kept,
         stride_kn=key.stride(0),

@@ -10,7 +10,7 @@ from ..config import ConfigError
 from ..visibility import VisibleRanges
 
 CHECKED = "mtraining_checked"
-"""The attribute of an attention mask that has the documents it was compared with."""
+"""The attribute of an attention mask that has the documents it was compared with, and its version then."""
 
 
 def check_mask(
@@ -31,7 +31,11 @@ def check_mask(
             f"the {place} is given an attention_mask over {ranks} context-parallel ranks: leave it out "
             "(--no-create-attention-mask-in-dataloader). Attention is causal by itself"
         )
-    if getattr(mask, CHECKED, CHECKED) is documents:
+    # Memory that a loop fills with the mask of each batch is another mask then; of inference tensors torch
+    # does not say.
+    version = None if mask.is_inference() else mask._version
+    compared_with, then = getattr(mask, CHECKED, (None, None))
+    if compared_with is documents and then is not None and then == version:
         return
     length, batch = query.shape[:2]
     keys = torch.arange(length, device=query.device)
@@ -47,4 +51,4 @@ def check_mask(
             "than causal attention within documents does: leave it out. Attention is causal by itself; "
             "documents are given by --reset-attention-mask or by packed_seq_params"
         )
-    setattr(mask, CHECKED, documents)
+    setattr(mask, CHECKED, (documents, version))

@@ -86,6 +86,7 @@ def _wrap_order(original, which: int):
 def _orders(borders: Borders, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Where each token of the sequence is, rank after rank, and the inverse; int64 ``[length]``."""
     size = borders.cp.world
-    rank, at = striped_owner(length, size, borders.block_size, borders.inner, device)
-    places = rank * (length // size) + at
-    return places, places.argsort()
+    with torch.inference_mode(False):  # kept for training, too
+        rank, at = striped_owner(length, size, borders.block_size, borders.inner, device)
+        places = rank * (length // size) + at
+        return places, places.argsort()

@@ -47,12 +47,13 @@ class _Striped:
         if key not in cache:
             if len(cache) == CACHED:
                 del cache[next(iter(cache))]
-            table = self.get_emb(max_seq_len, offset)
-            table, rest = table if isinstance(table, tuple) else (table, None)
-            if size > 1:  # on one rank the last block may be partial
-                block_size, inner = self.mtraining_block_size, self.mtraining_inner
-                table = stripe(table, rank, size, block_size, inner=inner)
-            cache[key] = (table, rest)
+            with torch.inference_mode(False):  # kept for training, too
+                table = self.get_emb(max_seq_len, offset)
+                table, rest = table if isinstance(table, tuple) else (table, None)
+                if size > 1:  # on one rank the last block may be partial
+                    block_size, inner = self.mtraining_block_size, self.mtraining_inner
+                    table = stripe(table, rank, size, block_size, inner=inner)
+                cache[key] = (table, rest)
         return cache[key]
 
 

@@ -121,12 +121,13 @@ class BlockListIndex(PatternIndex):
     def density(self) -> Tensor:
         """Share of the causal pairs of this rank's queries that is attended: float32 ``[b, h]``, on the
         index's device. The mean over ranks is the density of the whole, but for the last digits: ranks
-        have not quite the same number of causal pairs."""
-        rows = self._positions().double()
+        have not quite the same number of causal pairs. Where queries do not see all keys, ranks may have very
+        different numbers of pairs: it is a share of the mean number then, whose mean is exact."""
+        pairs = self.work().sum((-1, -2))
         if self.visible is not None:
-            every = visible_density.visible_pairs(self, self.rank).sum((-1, -2))
-            return (self.work().sum((-1, -2)) / every[:, None]).float()
-        return (self.work().sum((-1, -2)) / (rows + 1).sum()).float()
+            every = self.visible.pairs(self.block_size).sum(-1, keepdim=True)
+            return (pairs * self.world / every).float()
+        return (pairs / (self._positions().double() + 1).sum()).float()
 
     def token_mask(self, batch: int, head: int) -> Tensor:
         """The pattern of one head and of this rank's queries written out: bool ``[N / W, N]`` (query, key).

@@ -10,8 +10,8 @@ from ..layout import block_at, positions_at
 
 
 def visible_pairs(index, rank: int) -> Tensor:
-    """Pairs of a query and a key that it sees, by own query block of a rank and key block: float64 ``[b,
-    nb, NB]``."""
+    """Pairs of a query and a key that it sees, without those of padding, by own query block of a rank and key
+    block: float64 ``[b, nb, NB]``."""
     visible, block = index.visible, index.block_size
     start = visible.on(rank, index.world, index.inner, block).start.long()
     batch, length = start.shape
@@ -30,6 +30,9 @@ def visible_pairs(index, rank: int) -> Tensor:
     pairs = part + rows.cumsum(-1) * block
     key_block = torch.arange(num_blocks, device=device)
     inside = (position - torch.maximum(start, position // block * block) + 1).double()
+    if index.visible.rows is not None:  # padding sees itself alone
+        counts = torch.zeros(index.seq_length, dtype=torch.float64, device=device)
+        inside *= counts.index_fill(0, index.visible.rows, 1.0)[position]
     diagonal = torch.zeros(batch, nb, dtype=torch.float64, device=device)
     diagonal.scatter_add_(1, (local // block).expand(batch, -1), inside)
     pairs = torch.where(key_block < own[:, None], pairs, 0.0)
@@ -55,13 +58,13 @@ def density(index) -> Tensor:
 def pruned_density(index, kept: Tensor, rank: int) -> Tensor:
     """Share of the visible pairs that is attended to if of an index's blocks only those stay
     where ``kept`` is not 0 (``[b, h, nb, NB]``, by own query block of a rank), and its columns: float32 ``[b,
-    h]``. Of columns it is the mean over ranks. Nothing is read on the host."""
+    h]``. The mean over ranks is that of the whole. Nothing is read on the host."""
     pairs = visible_pairs(index, rank)
     # One head at a time: the blocks of all heads in float64 may take more memory than attention.
     heads = [((kept[:, head] > 0) * pairs).sum((-1, -2)) for head in range(kept.shape[1])]
     every = index.visible.pairs(index.block_size).sum(-1, keepdim=True)
-    own = torch.stack(heads, 1) / pairs.sum((-1, -2))[:, None]
-    return (own + _column_pairs(index) / every).float()
+    own = torch.stack(heads, 1) * index.world
+    return ((own + _column_pairs(index)) / every).float()
 
 
 def _column_pairs(index) -> Tensor | int:

@@ -38,7 +38,8 @@ class BackwardPruning:
             would have if each query's attention were even over the mean number of visible keys, ``(N + 1) /
             2`` in causal attention. Positive.
         observe: called once a backward with the density of what is kept, float32 ``[b, h]``, and the share of
-            attention in what is not, the mean over this rank's queries, float32 ``[b, h]``.
+            attention in what is not, the mean over this rank's queries, float32 ``[b, h]``. Padding is no
+            query: with some it is their sum, over the mean number of queries of ranks.
 
     The attention that counts is to the keys that the forward has come to, this block included.
     """
@@ -102,7 +103,11 @@ class PrunedPattern:
         else:  # the lists' own takes a kernel for each head and round
             density = visible_density.pruned_density(self._full, self._kept, self._rank)
         # Rounding may leave a sum above 1.
-        self._observe(density, (1 - attended.mean(-1)).clamp(min=0))
+        left_out = (1 - attended.mean(-1)).clamp(min=0)
+        visible = self._full.visible
+        if visible is not None and visible.rows is not None:  # padding loses nothing
+            left_out = left_out * (visible.seq_length / len(visible.rows))
+        self._observe(density, left_out)
 
 
 def least_share(index: PatternIndex, threshold: float) -> Tensor:
@@ -113,8 +118,10 @@ def least_share(index: PatternIndex, threshold: float) -> Tensor:
     if index.visible is None:
         visible = (index.seq_length + 1) / 2
         return torch.full((batch,), even / visible, dtype=torch.float32, device=device)
-    position = torch.arange(index.seq_length, device=device)
-    return even / (position + 1 - index.visible.start).float().mean(-1)
+    position, start = torch.arange(index.seq_length, device=device), index.visible.start
+    if (rows := index.visible.rows) is not None:  # without padding
+        position, start = rows, start[:, rows]
+    return even / (position + 1 - start).float().mean(-1)
 
 
 def most_entries(index: PatternIndex, rank: int) -> int:

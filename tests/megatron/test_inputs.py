@@ -47,6 +47,19 @@ def test_an_explicit_mask_is_what_attention_does_by_itself():
             attention(query, key, value, mask, packed_seq_params=given)
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_mask_that_is_filled_anew_is_compared_anew(inference):
+    query, key, value = (each.detach() for each in operands())
+    attention = make()
+    with torch.inference_mode(inference):
+        mask = causal(len(query)).clone()
+        attention(query, key, value, mask)
+        attention(query, key, value, mask)
+        mask[..., 100:] = True
+        with pytest.raises(ConfigError, match="attention of layer 3 is given an attention_mask"):
+            attention(query, key, value, mask)
+
+
 def test_a_mask_over_ranks_is_refused():
     query = torch.zeros(BATCH_SEQUENCE // 2, 2, 1)
     mask = causal(BATCH_SEQUENCE)[:, :, : BATCH_SEQUENCE // 2]

@@ -5,9 +5,13 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_mtraining import ConfigError
+from megatron_mtraining.cp_group import RankGroup
+from megatron_mtraining.megatron import recurrent
 from megatron_mtraining.megatron.arguments import ArgumentsError
+from megatron_mtraining.megatron.borders import Borders
 from megatron_mtraining.megatron.checks import is_from
 from megatron_mtraining.megatron.density import RUN, wrap_floating_point_operations
 from megatron_mtraining.megatron.layer_pattern import HYBRID, layers_with_attention
@@ -46,6 +50,20 @@ def test_packed_documents_are_refused_with_recurrent_layers(given):
                 reset_position_ids=True, **given,
             )
         )  # fmt: skip
+
+
+def test_orders_of_an_evaluation_are_for_training_too():
+    borders = Borders(RankGroup(None), RankGroup(None), ((0,),), 64, 1)
+    token = recurrent._borders.set(borders)
+    try:
+        undo = recurrent.wrap_undo(None)
+        with torch.inference_mode():
+            undo(torch.ones(128, 2))
+        tokens = torch.arange(256.0).view(128, 2).requires_grad_()
+        (grad,) = torch.autograd.grad(undo(tokens).sum(), tokens)
+    finally:
+        recurrent._borders.reset(token)
+    assert (grad == 1).all()
 
 
 def test_a_gated_delta_net_refuses_packed_documents():

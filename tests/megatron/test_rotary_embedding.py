@@ -44,6 +44,18 @@ def make_yarn(group=None):
     )
 
 
+@pytest.mark.parametrize("make", [make_rope, make_yarn])
+def test_tables_of_an_evaluation_are_for_training_too(make, group, cpu_device):
+    """A fused kernel saves the table for its backward."""
+    with building():
+        embedding = make(group(0, 2))
+    stripe_embedding(embedding, group(0, 2), BLOCK)
+    with torch.inference_mode():
+        embedding(SEQUENCE)
+    table = embedding(SEQUENCE)
+    assert not (table[0] if make is make_yarn else table).is_inference()
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("make", [make_rope, make_llama, make_yarn])
 def test_each_rank_has_the_rows_of_its_tokens(make, size, group, cpu_device):

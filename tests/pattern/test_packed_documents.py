@@ -19,6 +19,7 @@ from megatron_mtraining.pattern.selectors import price
 from megatron_mtraining.pattern.selectors.candidates import SINK
 from megatron_mtraining.visibility import VisibleRanges
 from tests.support.attention_cases import (
+    block_lists_of,
     dense_attention,
     random_operands,
     relative_error,
@@ -99,11 +100,30 @@ def test_padding_changes_no_pattern_and_no_figure(policy):
     if policy.get("estimator") != "last":  # its costs are those of a whole sequence
         assert torch.equal(masks[0][:, :, :own, :own], masks[1])
         torch.testing.assert_close(found.recall, expected.recall, atol=1e-6, rtol=1e-6)
-        torch.testing.assert_close(found.density(), expected.density(), atol=2e-3, rtol=0)
+        torch.testing.assert_close(found.density(), expected.density(), atol=1e-6, rtol=0)
     assert torch.equal(
         masks[0][:, :, own:].sum(-1), torch.ones_like(masks[0][:, :, own:, 0]).long()
     )
     torch.testing.assert_close(found.exposed, expected.exposed)
+
+
+@pytest.mark.parametrize("lengths", [[300, 263], [40, 30]])
+def test_mean_density_of_ranks_is_that_of_the_whole(lengths):
+    """Of block lists, of which each rank has its own, though one may have next to nothing but padding."""
+    world, ends = 4, torch.tensor([0, 300, SEQ])
+    padded = VisibleRanges.from_cu_seqlens(ends, SEQ, lengths=torch.tensor(lengths))
+    torch.manual_seed(3)
+    blocks = torch.rand(1, 2, SEQ // BLOCK, SEQ // BLOCK) < 0.3
+    none = torch.zeros(1, 2, SEQ // BLOCK, dtype=torch.bool)
+    columns = torch.full((1, 2, 0), SEQ)
+    lists = block_lists_of(blocks, none, columns, SEQ, BLOCK, world)
+    lists = [replace(each, visible=padded) for each in lists]
+    masks = unstripe([written_out_mask(each, 1, 2) for each in lists], BLOCK, dim=2)
+    rows = padded.rows
+    visible = (rows - padded.start[0, rows] + 1).sum()
+    densities = torch.stack([each.density() for each in lists])
+    truth = masks[:, :, rows].sum((-1, -2)) / visible
+    torch.testing.assert_close(densities.mean(0), truth, atol=1e-6, rtol=0)
 
 
 def test_rows_are_not_of_padding():

@@ -340,6 +340,31 @@ def test_packed_documents_have_their_own_mean():
     assert torch.allclose(found[0], least_share(index, 3.0)[0])
 
 
+def test_padding_prunes_nothing_more():
+    """What a gradient leaves out, and what is told of it, are those of the sequences without padding."""
+    own, length = BLOCK * 6, BLOCK * 10
+    operands = peaked(length, 1, (2, 1), 64, torch.float64)
+    config = MTrainingConfig.from_options(price=0.0, block_size=BLOCK, backward_threshold=1.5)
+    cases = []
+    for end in (own, length):
+        padded = VisibleRanges.from_cu_seqlens(
+            torch.tensor([0, end]), end, lengths=torch.tensor([own])
+        )
+        leaves = [t[:end].clone().requires_grad_() for t in operands[:3]]
+        told: list = []
+        result = attend(
+            *leaves, config=config, documents=padded,
+            observe_backward=lambda *both, told=told: told.append(both),
+        )  # fmt: skip
+        result.out.backward(operands[3][:end])
+        cases.append(([t.grad[:own] for t in leaves], told[0]))
+    (alone, expected), (padded, found) = cases
+    for mine, theirs in zip(padded, alone):
+        assert relative_error(mine, theirs) < 1e-12
+    assert (expected[1] > 0.001).all(), "something is left out"
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_what_later_tokens_reach():
     """With a dense forward, those of the query block, and the lengths of documents, change which terms of a
     query's gradient are left out. No others do, and none of them changes an output."""

@@ -10,6 +10,7 @@ import torch
 from megatron_mtraining.kernels import selection
 from megatron_mtraining.kernels.selection import reference_blocks
 from megatron_mtraining.layout import block_at, stripe
+from megatron_mtraining.pattern.recall import held_out
 from tests.support.selection_cases import (
     CASES,
     SCALE,
@@ -146,7 +147,8 @@ def test_attention_in_blocks(triton_device, case, dtype):
 def test_attention_in_blocks_of_documents(triton_device):
     rows, key, _, _, lse = column_operands(triton_device, packed=True)
     key[3, 0], key[7, 1] = float("nan"), float("inf")
-    held = torch.arange(2, len(rows.rows), 3, device=triton_device)
+    held = held_out(rows, torch.arange(len(rows.rows), device=triton_device))
+    assert held.stride() == (3,), "not copied: every third number is of a row that is held out"
     seen = torch.randint(0, 2, (2, 4, len(held), 8), dtype=torch.uint8, device=triton_device)
     given = rows, key, lse, held, seen
     expected = reference_blocks.attention_in_blocks(*given)
