@@ -16,13 +16,14 @@ from contextlib import nullcontext
 from functools import wraps
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..config import ConfigError
 from ..cp_group import ProcessGroup, RankGroup
 from ..requirements import install_command, installed, is_too_old
 from .interface import NAME
-from .sequence import cut_batch
+from .sequence import IGNORED, cut_batch
 from .state import PatternState
 
 MARK = "mtraining_models"
@@ -58,8 +59,8 @@ def share_sequences(trainer, state: PatternState) -> None:
         state: the model's; gets the ranks once there is a process group of them.
 
     Raises:
-        ConfigError: the trainer has no ``cp_size`` or ``sp_size``, or what does not go with it; packages are
-            too old.
+        ConfigError: the trainer has no ``cp_size`` or ``sp_size``, or what does not go with it, such as a
+            loss that is not the model's; packages are too old.
     """
     check_versions()
     accelerator = trainer.accelerator
@@ -70,6 +71,16 @@ def share_sequences(trainer, state: PatternState) -> None:
             "TrainingArguments(parallelism_config=ParallelismConfig(cp_size=2), ...), with FSDP 2, or "
             "ParallelismConfig(sp_size=2, sp_backend='deepspeed')"
         )
+    of_trainer = {
+        "compute_loss_func": trainer.compute_loss_func,
+        "label_smoothing_factor": trainer.args.label_smoothing_factor,
+    }
+    for name, value in of_trainer.items():
+        if value:  # these shift labels, which ranks are given shifted, or are not asked for a loss
+            raise ConfigError(
+                f"the trainer has {name}, and ranks that share sequences take the model's own loss: leave it "
+                "out"
+            )
     if "cp_size" in sizes:
         if trainer.compute_metrics is not None:
             raise ConfigError(
@@ -113,11 +124,18 @@ def _cut_batches(trainer, group: ProcessGroup) -> None:
         """In an evaluation, the loss over all ranks: the trainer would take the first rank's for it."""
         if model.training or model.config._attn_implementation != NAME:
             return compute_loss(model, inputs, *args, **kwargs)
-        if inputs.get("use_cache") is not False:  # transformers before 5.16 does not cut these
+        if inputs.get("use_cache") is not False:  # not cut by TRL, nor by transformers before 5.16
             _, inputs = cut(model, inputs)
+        labels = inputs.get("shift_labels")
         result = compute_loss(model, inputs, *args, **kwargs)
         loss, *outputs = result if isinstance(result, tuple) else (result,)
-        loss = ranks.all_gather(loss).mean(0)
+        if labels is None or kwargs.get("num_items_in_batch") is not None:
+            loss = ranks.all_gather(loss).mean(0)
+        else:  # each rank's is the mean over its own labels
+            count = (labels != IGNORED).sum()
+            own = torch.stack((torch.where(count > 0, loss * count, 0.0), count.to(loss.dtype)))
+            total, count = ranks.all_gather(own).sum(0)
+            loss = total / count
         return (loss, *outputs) if outputs else loss
 
     trainer.compute_loss = of_all_ranks

@@ -17,6 +17,7 @@ from megatron_mtraining.transformers.trainers import check_versions
 from tests.support.ranks import run_ranks
 from tests.support.sequence_trainers import (
     told_at_the_start,
+    told_of_a_loss,
     train,
     train_ranks,
     train_zero,
@@ -79,6 +80,14 @@ def test_a_trainer_of_whole_sequences_is_refused(tmp_path):
         ConfigError, match="a trainer that does not share sequences: give it .*cp_size=2"
     ):
         configure(model, sequence_parallel=trainer)
+
+
+def test_a_loss_that_is_not_the_models_is_refused(tmp_path):
+    for told in run_ranks(2, told_of_a_loss, tmp_path):
+        assert [each.split(",")[0] for each in told] == [
+            "the trainer has label_smoothing_factor",
+            "the trainer has compute_loss_func",
+        ]
 
 
 def test_a_version_that_is_too_old_is_named(monkeypatch):
