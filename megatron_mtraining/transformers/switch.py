@@ -239,8 +239,7 @@ def _before_forward(body: nn.Module, args: tuple, kwargs: dict) -> None:
         given = parallel.whole(given, state.agreed())
     if is_ours and trains:
         state.begin_forward(body)
-        if not state.config.recompute_attention:
-            keep_results(body)
+        keep_results(body, not state.config.recompute_attention)
     under_way.set(PatternMask(given, parallel))
 
 

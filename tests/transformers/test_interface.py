@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -291,6 +292,23 @@ def test_checkpointed_layers_attend_once(kind, reentrant, tokens, monkeypatch):
     )
 
 
+def test_other_settings_say_whether_layers_attend_once(tokens, monkeypatch):
+    ours = with_pattern(small_model(), SPARSE)
+    ours.gradient_checkpointing_enable()
+    calls, original = [], checkpointing.attend
+
+    def spy(*args, saved=None, **kwargs):
+        calls.append(saved is None)
+        return original(*args, saved=saved, **kwargs)
+
+    monkeypatch.setattr(checkpointing, "attend", spy)
+    for twice in (False, True, False):
+        configure(ours, replace(SPARSE, recompute_attention=twice))
+        calls.clear()
+        loss_and_gradients(ours, input_ids=tokens, labels=tokens)
+        assert calls.count(True) == (2 * LAYERS if twice else LAYERS)
+
+
 @pytest.mark.parametrize("reentrant", (True, False), ids=("reentrant", "not reentrant"))
 def test_what_offloads_activations_has_what_attention_found(reentrant, tokens, monkeypatch):
     ours = with_pattern(small_model("llama"), replace(SPARSE, backward_threshold=3.0))
@@ -448,6 +466,21 @@ def test_the_way_back(tokens):
     ours = with_pattern(model, SPARSE)
     ours.set_attn_implementation("eager")
     assert ours(tokens, use_cache=False).logits.equal(model(tokens, use_cache=False).logits)
+
+
+def test_a_model_can_be_pickled(tokens):
+    """With its prices, and without the optimizers that have stepped."""
+    config = MTrainingConfig.from_options(target_recall=0.6, block_size=64, window=64)
+    ours = with_pattern(small_model(num_hidden_layers=1), config)
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.0)
+    for _ in range(2):
+        ours(tokens, labels=tokens, use_cache=False).loss.backward()
+        optimizer.step()
+    again = pickle.loads(pickle.dumps(ours))
+    for model in (ours, again):
+        advance(model)
+    assert state_of(again).steering.step == state_of(ours).steering.step == 2
+    assert again(tokens, use_cache=False).logits.equal(ours(tokens, use_cache=False).logits)
 
 
 def refused(match, model, config=SPARSE, **batch):
