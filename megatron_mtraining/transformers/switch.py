@@ -284,10 +284,11 @@ def _check_interface(model: nn.Module) -> None:
 def _check_model(config, name: str) -> None:
     if config.get_text_config() is not config:
         raise ConfigError(f"{name} has several parts: call configure on its language model")
-    heads = getattr(config, "num_attention_heads", None)
+    heads = _of_all_layers(config, "num_attention_heads", name)
     if not heads:
         raise ConfigError(f"{name} has no attention heads: give a model with attention")
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    head_dim = _of_all_layers(config, "head_dim", name) or config.hidden_size // heads
+    _of_all_layers(config, "sliding_window", name)
     if head_dim not in HEAD_DIMS:
         raise ConfigError(
             f"{name} has attention heads of dimension {head_dim}: attention mtraining supports {HEAD_DIMS}"
@@ -298,6 +299,17 @@ def _check_model(config, name: str) -> None:
             f"{name} has layers of type {', '.join(sorted(others))}: attention mtraining supports "
             f"{', '.join(LAYER_TYPES)}"
         )
+
+
+def _of_all_layers(config, field: str, name: str):
+    """What a configuration has for all layers alike; None if it has nothing."""
+    try:
+        return getattr(config, field, None)
+    except RuntimeError as error:  # of transformers, where layers have settings of their own
+        raise ConfigError(
+            f"{name} has layers with {field} of their own: attention mtraining supports models whose layers "
+            "have the same"
+        ) from error
 
 
 def _layers_of(config, *wanted: str) -> list[int]:

@@ -508,6 +508,14 @@ def test_what_is_refused_names_itself(tokens):
     refused("two-dimensional attention_mask", small_model(), input_ids=tokens, attention_mask=four)
 
 
+def test_settings_of_single_layers_are_refused():
+    pytest.importorskip("transformers.integrations.heterogeneity")
+    for field, value in (("sliding_window", 64), ("num_attention_heads", 2), ("head_dim", 128)):
+        model = small_model("mistral")
+        model.config.per_layer_config = {1: {field: value}}
+        refused(f"MistralForCausalLM has layers with {field} of their own", model)
+
+
 def loaded(model, folder, **how):
     from transformers import AutoModelForCausalLM
 
