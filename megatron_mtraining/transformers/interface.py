@@ -33,6 +33,14 @@ HARMLESS = frozenset(
 """Keyword arguments of attention functions that do not change what attention computes, or are looked at."""
 
 
+def is_in_use(model: nn.Module) -> bool:
+    """Whether a model with settings, or a part of it such as the language model of one with several parts,
+    attends by them: another implementation may have been set since."""
+    parts = (module for module in model.modules() if hasattr(module, ATTRIBUTE))
+    configs = (getattr(part, "config", None) for part in parts)
+    return any(getattr(config, "_attn_implementation", None) == NAME for config in configs)
+
+
 def mask(
     batch_size: int,
     q_length: int,

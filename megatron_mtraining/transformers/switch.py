@@ -16,7 +16,7 @@ from ..cp_group import ProcessGroup
 from ..kernels.limits import HEAD_DIMS
 from ..requirements import require
 from .checkpointing import keep_results
-from .interface import NAME, attention, mask
+from .interface import NAME, attention, is_in_use, mask
 from .masking import PatternMask, under_way
 from .sequence import check_model
 from .state import ATTRIBUTE, PatternState, find_state
@@ -112,7 +112,7 @@ def _refuse_assisted_decoding() -> None:
 
     @wraps(original)
     def candidates(self, *args, **kwargs):
-        if self.config._attn_implementation == NAME:
+        if is_in_use(self):
             raise ConfigError(
                 "generate is asked for assisted decoding (assistant_model, prompt_lookup_num_tokens or "
                 "another way to propose tokens), where a prompt's pattern would depend on the proposed "

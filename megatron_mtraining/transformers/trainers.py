@@ -22,7 +22,7 @@ from torch import nn
 from ..config import ConfigError
 from ..cp_group import ProcessGroup, RankGroup
 from ..requirements import install_command, installed, is_too_old
-from .interface import NAME
+from .interface import NAME, is_in_use
 from .sequence import IGNORED, cut_batch
 from .state import PatternState
 
@@ -107,7 +107,7 @@ def _cut_batches(trainer, group: ProcessGroup) -> None:
     compute_loss = trainer.compute_loss
 
     def cut(model, inputs):
-        if model.config._attn_implementation != NAME:
+        if not is_in_use(model):
             return prepare_inputs(model, inputs)
         cut = cut_batch(inputs, group)
         if trainer.model_accepts_loss_kwargs:
@@ -122,7 +122,7 @@ def _cut_batches(trainer, group: ProcessGroup) -> None:
 
     def of_all_ranks(model, inputs, *args, **kwargs):
         """In an evaluation, the loss over all ranks: the trainer would take the first rank's for it."""
-        if model.training or model.config._attn_implementation != NAME:
+        if model.training or not is_in_use(model):
             return compute_loss(model, inputs, *args, **kwargs)
         if inputs.get("use_cache") is not False:  # not cut by TRL, nor by transformers before 5.16
             _, inputs = cut(model, inputs)

@@ -21,6 +21,7 @@ from megatron_mtraining.transformers import (
     take_backward_means,
     take_means,
 )
+from megatron_mtraining.transformers.interface import is_in_use
 from tests.support.transformers_cases import (
     DENSE,
     HEADS,
@@ -199,6 +200,27 @@ def test_assisted_decoding_is_refused(tokens):
             ours.generate(tokens[:1], **given, **more)
     ours.set_attn_implementation("sdpa")
     assert ours.generate(tokens[:1], **given, prompt_lookup_num_tokens=5).shape[1] > SEQ
+
+
+def test_a_language_model_that_is_a_part(tokens):
+    """The whole model's own implementation is another, and says nothing of the part's."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    sizes = dict(hidden_size=256, num_attention_heads=4, num_key_value_heads=2)
+    rope = dict(rope_type="default", rope_theta=10000.0, mrope_section=[8, 12, 12])
+    text = dict(sizes, vocab_size=97, num_hidden_layers=1, rope_parameters=rope)
+    vision = dict(depth=1, hidden_size=64, num_heads=2, intermediate_size=64, out_hidden_size=256)
+    config = AutoConfig.for_model("qwen2_5_vl", text_config=text, vision_config=vision)
+    whole = AutoModelForImageTextToText.from_config(config).eval()
+    given = dict(max_new_tokens=3, do_sample=False, prompt_lookup_num_tokens=5)
+    assert not is_in_use(whole)
+    configure(whole.model.language_model, SPARSE)
+    assert is_in_use(whole) and whole.config._attn_implementation != "mtraining"
+    with pytest.raises(ConfigError, match="assisted decoding"):
+        whole.generate(tokens[:1], **given)
+    whole.set_attn_implementation("sdpa")
+    assert not is_in_use(whole)
+    assert whole.generate(tokens[:1], **given).shape[1] > SEQ
 
 
 def test_short_sequences_are_dense(tokens):
