@@ -119,14 +119,19 @@ def test_answers_are_those_of_eager_attention(kind, dense_tail, batch):
 
 def test_masks_that_layers_are_not_told_of_are_refused(batch):
     tokens = batch["input_ids"]
-    for kind, window in (("Qwen2", None), ("Qwen2", WINDOW + 1)):
-        ours = with_pattern(model_of(kind), DENSE)
+    length = tokens.shape[1]
+    packed = torch.cat((torch.arange(50), torch.arange(length - 50))).expand_as(tokens)
+    for window in (None, WINDOW + 1):
+        ours = with_pattern(model_of("Qwen2"), DENSE)
         ours.model.layers[1].self_attn.sliding_window = window
-        with pytest.raises(ConfigError, match="layer 1 has .*but its model's mask is another one"):
-            ours(tokens, use_cache=False)
+        for position_ids in (None, packed):
+            with pytest.raises(ConfigError, match="layer 1 has .*but its model's mask is another"):
+                ours(tokens, position_ids=position_ids, use_cache=False)
     ours = with_pattern(model_of("Qwen2"), DENSE)
     ours.model.layers[0].self_attn.sliding_window = WINDOW
     with pytest.raises(ConfigError, match=f"layer 0 has sliding_window {WINDOW}, but"):
         ours(tokens, use_cache=False)
+    with pytest.raises(ConfigError, match=f"layer 0 has sliding_window {WINDOW}, but"):
+        ours(tokens, position_ids=packed, use_cache=True)
     with pytest.raises(ConfigError, match="layers of type chunked_attention"):
         configure(model_of("Qwen2", layer_types=[FULL, "chunked_attention"]), DENSE)
