@@ -199,6 +199,8 @@ class PatternState:
     ) -> None:
         """Add the pattern of one call to the means, and in training to the target recall. Does not wait for
         the device. The means are of all heads; the target recall has this rank's until the step ends."""
+        # Configurations may have a window that no layer of their model takes.
+        self.steering.take_in(layer)
         density, recall, exposed = index.density().detach(), index.recall, index.exposed
         if recall is None:  # everything is kept, whatever the price
             recall, exposed = torch.ones_like(density), 0.0

@@ -9,8 +9,8 @@ import copy
 import pytest
 import torch
 
-from megatron_mtraining import ConfigError
-from megatron_mtraining.transformers import configure, take_means
+from megatron_mtraining import ConfigError, MTrainingConfig
+from megatron_mtraining.transformers import advance, configure, state_of, take_means
 from tests.support.transformers_cases import DENSE, SPARSE, assert_same, small_model, with_pattern
 
 SEQ, WINDOW = 320, 37
@@ -135,3 +135,15 @@ def test_masks_that_layers_are_not_told_of_are_refused(batch):
         ours(tokens, position_ids=packed, use_cache=True)
     with pytest.raises(ConfigError, match="layers of type chunked_attention"):
         configure(model_of("Qwen2", layer_types=[FULL, "chunked_attention"]), DENSE)
+
+
+def test_a_window_that_no_layer_takes_leaves_the_prices_to_the_target(batch):
+    """As in Moshi, and in folders of Llamas that were made of Mistrals."""
+    config = MTrainingConfig.from_options(target_recall=0.6, block_size=64, window=64)
+    found = []
+    for window in (None, WINDOW):
+        ours = with_pattern(small_model("llama", sliding_window=window), config)
+        ours(**batch, use_cache=False)
+        advance(ours)
+        found.append(torch.tensor(state_of(ours).steering.state()))
+    assert found[0].ne(0.25).any() and found[1].equal(found[0])
