@@ -71,7 +71,8 @@ def mask(
     if given is None:
         raise ConfigError(
             f"attention {NAME} is asked for a mask by a model without settings, or outside of the model's "
-            "own call: call megatron_mtraining.transformers.configure(model, config), and then model(...)"
+            "own call: call megatron_mtraining.transformers.configure(model, config), and then model(...). "
+            "For generate with a static cache, which does so, leave cache_implementation out"
         )
     if more.get("use_vmap") or _sees_later(mask_function, batch_size, q_length, more.get("device")):
         raise ConfigError(

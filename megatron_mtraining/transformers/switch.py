@@ -209,8 +209,9 @@ def _attach(
     state.steering.leave_out(_layers_of(of_model, SLIDING, RECURRENT))
     if ahead := lookahead_warning(config, *state.shape):
         warnings.warn(ahead, stacklevel=3)
-    # The innermost model: heads and adapters around it may come and go.
-    body = [module for module in model.modules() if isinstance(module, PreTrainedModel)][-1]
+    # The innermost model around the layers: heads and adapters around it may come and go.
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    body = [each for each in models if any(module is layers[0] for module in each.modules())][-1]
     if not hasattr(body, ATTRIBUTE):
         body.register_forward_pre_hook(_before_forward, with_kwargs=True)
         body.register_forward_hook(_after_forward, always_call=True)

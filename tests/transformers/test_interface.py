@@ -89,8 +89,10 @@ def test_generation_decodes_densely(tokens):
         for each in (model, ours)
     )  # fmt: skip
     assert found.equal(expected)
-    with pytest.raises(ConfigError, match="leave cache_implementation out"):
-        ours.generate(tokens[:, :300], max_new_tokens=2, cache_implementation="static")
+    for window in (None, 200):
+        ours = with_pattern(small_model("mistral", sliding_window=window).eval(), DENSE)
+        with pytest.raises(ConfigError, match="leave cache_implementation out"):
+            ours.generate(tokens[:, :300], max_new_tokens=2, cache_implementation="static")
 
 
 def test_decoding_attends_to_all_of_the_cache(tokens):
@@ -221,6 +223,18 @@ def test_a_language_model_that_is_a_part(tokens):
     whole.set_attn_implementation("sdpa")
     assert not is_in_use(whole)
     assert whole.generate(tokens[:1], **given).shape[1] > SEQ
+
+
+def test_models_beside_the_layers(tokens):
+    """Such as Phi-4-multimodal's, which come after them."""
+    from transformers import CLIPVisionConfig, CLIPVisionModel
+
+    sizes = dict(hidden_size=64, num_hidden_layers=1, num_attention_heads=1, intermediate_size=64)
+    model = small_model()
+    model.model.beside = CLIPVisionModel(CLIPVisionConfig(**sizes))
+    ours = with_pattern(model, DENSE)
+    expected, found = (each(tokens, use_cache=False).logits for each in (model, ours))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
 
 def test_short_sequences_are_dense(tokens):
