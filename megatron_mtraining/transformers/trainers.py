@@ -104,7 +104,7 @@ def _cut_batches(trainer, group: ProcessGroup) -> None:
     """Have a trainer cut its batches for the ranks of a mesh ``cp``."""
     accelerator, ranks = trainer.accelerator, RankGroup(group)
     prepare_cp, prepare_inputs = accelerator._prepare_cp, trainer._prepare_context_parallel_inputs
-    compute_loss = trainer.compute_loss
+    compute_loss, predict = trainer.compute_loss, trainer.prediction_step
 
     def cut(model, inputs):
         if not is_in_use(model):
@@ -138,7 +138,15 @@ def _cut_batches(trainer, group: ProcessGroup) -> None:
             loss = total / count
         return (loss, *outputs) if outputs else loss
 
-    trainer.compute_loss = of_all_ranks
+    def loss_only(model, inputs, prediction_loss_only, *args, **kwargs):
+        if not prediction_loss_only and is_in_use(model):
+            raise ConfigError(
+                "the trainer is asked for predictions, and with cp_size each rank has the logits of some "
+                "tokens: ask for the loss alone (evaluate, or prediction_loss_only=True)"
+            )
+        return predict(model, inputs, prediction_loss_only, *args, **kwargs)
+
+    trainer.compute_loss, trainer.prediction_step = of_all_ranks, loss_only
     trainer._prepare_context_parallel_inputs = cut
     accelerator._prepare_cp = without_hooks
 

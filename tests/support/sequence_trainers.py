@@ -125,6 +125,16 @@ def train_ranks(rank, world, cases):
     return [train(*case, world=world, **more) for *case, more in cases]
 
 
+def told_of_predictions(rank, world, folder):
+    trainer = trainer_of(folder, small_model("llama"), world, max_steps=1)
+    configure(trainer.model, sequence_parallel=trainer)
+    trainer.train()
+    try:
+        trainer.predict(trainer.eval_dataset)
+    except ConfigError as error:
+        return str(error)
+
+
 def told_of_a_loss(rank, world, folder):
     """What trainers are told whose loss is not the model's."""
     told = []

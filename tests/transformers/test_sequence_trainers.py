@@ -18,6 +18,7 @@ from tests.support.ranks import run_ranks
 from tests.support.sequence_trainers import (
     told_at_the_start,
     told_of_a_loss,
+    told_of_predictions,
     train,
     train_ranks,
     train_zero,
@@ -88,6 +89,11 @@ def test_a_loss_that_is_not_the_models_is_refused(tmp_path):
             "the trainer has label_smoothing_factor",
             "the trainer has compute_loss_func",
         ]
+
+
+def test_predictions_are_refused(tmp_path):
+    for told in run_ranks(2, told_of_predictions, tmp_path):
+        assert told.startswith("the trainer is asked for predictions, and with cp_size")
 
 
 def test_a_version_that_is_too_old_is_named(monkeypatch):
