@@ -79,6 +79,12 @@ class Steering:
         self._layers = [layer for layer in self._layers if layer not in layers]
         self._aim = None
 
+    def take_in(self, layer: int) -> None:
+        """A layer, from 0, that has a pattern, although it was left out."""
+        if layer not in self._layers:
+            self._layers = [*self._layers, layer]
+            self._aim = None
+
     @property
     def moves(self) -> bool:
         """Whether feedback moves the price from step to step."""

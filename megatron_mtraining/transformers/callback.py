@@ -11,7 +11,7 @@ from transformers.trainer_callback import CallbackHandler, ExportableState, Trai
 from ..advice import warnings_of
 from ..config import ConfigError, Span
 from ..labels import BACKWARD, FORWARD, SEARCH, TIMES, WAIT
-from .interface import NAME
+from .interface import is_in_use
 from .state import PatternState, find_state
 from .trainers import sizes_of
 
@@ -81,7 +81,7 @@ class PatternCallback(TrainerCallback, ExportableState):
     def _check_ranks(self, model) -> None:
         if self._pattern is None or self._pattern.parallel is not None:
             return
-        if model.config._attn_implementation == NAME:
+        if is_in_use(model):
             from accelerate.state import AcceleratorState
 
             if sizes := sizes_of(AcceleratorState()):

@@ -95,13 +95,14 @@ def attend_once(
     return attend(query, key, value, saved=kept.result, **options)
 
 
-def keep_results(body: nn.Module) -> None:
-    """Have the layers of a model that are checkpointed keep what their attention finds. Before each forward,
-    as checkpointing can be switched on at any time."""
+def keep_results(body: nn.Module, keep: bool = True) -> None:
+    """Have the layers of a model that are checkpointed keep what their attention finds, or no longer keep it.
+    Before each forward, as checkpointing can be switched on, and settings given, at any time."""
     for module in body.modules():
         function = module.__dict__.get(FUNCTION)
-        if function is not None and not isinstance(function, _Checkpoint):
-            setattr(module, FUNCTION, _Checkpoint(function))
+        if function is None or keep == isinstance(function, _Checkpoint):
+            continue
+        setattr(module, FUNCTION, _Checkpoint(function) if keep else function.function)
 
 
 class _Checkpoint:

@@ -33,6 +33,14 @@ HARMLESS = frozenset(
 """Keyword arguments of attention functions that do not change what attention computes, or are looked at."""
 
 
+def is_in_use(model: nn.Module) -> bool:
+    """Whether a model with settings, or a part of it such as the language model of one with several parts,
+    attends by them: another implementation may have been set since."""
+    parts = (module for module in model.modules() if hasattr(module, ATTRIBUTE))
+    configs = (getattr(part, "config", None) for part in parts)
+    return any(getattr(config, "_attn_implementation", None) == NAME for config in configs)
+
+
 def mask(
     batch_size: int,
     q_length: int,
@@ -63,7 +71,8 @@ def mask(
     if given is None:
         raise ConfigError(
             f"attention {NAME} is asked for a mask by a model without settings, or outside of the model's "
-            "own call: call megatron_mtraining.transformers.configure(model, config), and then model(...)"
+            "own call: call megatron_mtraining.transformers.configure(model, config), and then model(...). "
+            "For generate with a static cache, which does so, leave cache_implementation out"
         )
     if more.get("use_vmap") or _sees_later(mask_function, batch_size, q_length, more.get("device")):
         raise ConfigError(

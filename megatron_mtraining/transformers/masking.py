@@ -50,6 +50,7 @@ class PatternMask:
         self.parallel = parallel
         self.given = {name: given[name] for name in self.CARRIERS if given.get(name) is not None}
         self._parts: list[list[Part]] = []
+        self._sequences: list[Tensor | None] = []  # the result of _starts, with the parts
         self._function: Callable | None = None
         self._checked: set[int | None] = set()
 
@@ -64,8 +65,7 @@ class PatternMask:
         self, window: int | None, batch: int, length: int, device: torch.device, place: str
     ) -> None:
         """Raise :class:`ConfigError` unless the model's mask is that of a sliding window of so many keys, or
-        of none. Looked at once a forward; waits for the device if the mask is not causal alone. It cannot
-        be told of packed sequences.
+        of none. Looked at once a forward; waits for the device if the mask is not causal alone.
 
         Args:
             place: of the layer, for the message.
@@ -75,16 +75,18 @@ class PatternMask:
         self._checked.add(window)
         if window is not None and (type(window) is not int or window < 1):
             raise ConfigError(f"the {place} has sliding_window {window!r}: give 1 or more, or None")
-        is_packed = any(part.documents is not None for part in self.parts(batch, length, device))
-        if is_packed or (self._function is None and (window is None or window >= length)):
+        if self._function is None and (window is None or window >= length):
             return
-        row = torch.arange(length, device=device)
+        self.parts(batch, length, device)
+        begin = self._begins(length, device)  # [b or 1, rows], of this rank's
+        row = torch.arange(begin.shape[1], device=device)
         entry = torch.arange(batch, device=device)[:, None]
-        first = torch.zeros_like(row) if window is None else (row - window + 1).clamp(min=0)
-        wrong = self._function is None
-        if self._function is not None:
+        first = begin if window is None else (row - window + 1).maximum(begin)
+        if self._function is None:
+            wrong = bool((first > begin).any())
+        else:
             seen = self._function(entry, 0, row, first)
-            before = self._function(entry, 0, row, (first - 1).clamp(min=0)) & (first > 0)
+            before = self._function(entry, 0, row, (first - 1).clamp(min=0)) & (first > begin)
             wrong = bool((~seen | before).any())
         if wrong:
             raise ConfigError(
@@ -92,6 +94,24 @@ class PatternMask:
                 "but its model's mask is another one: attention mtraining supports causal masks, with the "
                 "sliding window that the layer is given"
             )
+
+    def _begins(self, length: int, device: torch.device) -> Tensor:
+        """The first token that each of this rank's tokens may see by the mask without a window, int64
+        ``[b or 1, s]``: of its sequence, and of its positions that skip none, where transformers cuts."""
+        starts = self._sequences[0]
+        if starts is None:
+            starts = torch.zeros(1, length, dtype=torch.long, device=device)
+        if "position_ids" in self.given:
+            position_ids = self.given["position_ids"]
+            position_ids = position_ids[0] if position_ids.dim() == 3 else position_ids
+            skips = torch.nn.functional.pad(position_ids.diff(dim=-1) != 1, (1, 0)).to(device)
+            place = torch.arange(length, device=device)
+            starts = torch.where(skips, place, 0).cummax(-1).values.maximum(starts)
+        if self.parallel is None:
+            return starts
+        own = length // self.parallel.ranks.world
+        before = self.parallel.ranks.rank * own
+        return (starts[:, before : before + own] - before).clamp(min=0)
 
     def parts(self, batch: int, length: int, device: torch.device) -> list[Part]:
         """What to attend to, made at the first call, which waits for the device.
@@ -128,6 +148,7 @@ class PatternMask:
             spans, is_numbered = token_spans(mask)
             numbers = mask if is_numbered else None
         starts = self._starts(spans, numbers, batch, length, device)
+        self._sequences.append(starts)
         if self.parallel is not None and self.parallel.ring is not None:
             return self._parts_of_ring(self.parallel, spans, starts, batch, length, device)
         if spans is None:

@@ -106,6 +106,13 @@ class PatternState:
         # Of each call that was timed: the share of the heads at a cap.
         self._capped: list[Tensor] = []
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Optimizers that have stepped are none of a copy's, and weak references cannot be pickled.
+        return self.__dict__ | dict(_forwards=0, _steps_before=None)
+
+    def __setstate__(self, found: dict[str, Any]) -> None:
+        self.__dict__ |= found | dict(_steps_before=WeakKeyDictionary())
+
     def _share(self) -> float:
         if self.span is not None:
             return self.span.share(self.steering.step)
@@ -192,6 +199,8 @@ class PatternState:
     ) -> None:
         """Add the pattern of one call to the means, and in training to the target recall. Does not wait for
         the device. The means are of all heads; the target recall has this rank's until the step ends."""
+        # Configurations may have a window that no layer of their model takes.
+        self.steering.take_in(layer)
         density, recall, exposed = index.density().detach(), index.recall, index.exposed
         if recall is None:  # everything is kept, whatever the price
             recall, exposed = torch.ones_like(density), 0.0

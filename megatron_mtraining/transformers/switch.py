@@ -16,7 +16,7 @@ from ..cp_group import ProcessGroup
 from ..kernels.limits import HEAD_DIMS
 from ..requirements import require
 from .checkpointing import keep_results
-from .interface import NAME, attention, mask
+from .interface import NAME, attention, is_in_use, mask
 from .masking import PatternMask, under_way
 from .sequence import check_model
 from .state import ATTRIBUTE, PatternState, find_state
@@ -112,7 +112,7 @@ def _refuse_assisted_decoding() -> None:
 
     @wraps(original)
     def candidates(self, *args, **kwargs):
-        if self.config._attn_implementation == NAME:
+        if is_in_use(self):
             raise ConfigError(
                 "generate is asked for assisted decoding (assistant_model, prompt_lookup_num_tokens or "
                 "another way to propose tokens), where a prompt's pattern would depend on the proposed "
@@ -209,8 +209,9 @@ def _attach(
     state.steering.leave_out(_layers_of(of_model, SLIDING, RECURRENT))
     if ahead := lookahead_warning(config, *state.shape):
         warnings.warn(ahead, stacklevel=3)
-    # The innermost model: heads and adapters around it may come and go.
-    body = [module for module in model.modules() if isinstance(module, PreTrainedModel)][-1]
+    # The innermost model around the layers: heads and adapters around it may come and go.
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    body = [each for each in models if any(module is layers[0] for module in each.modules())][-1]
     if not hasattr(body, ATTRIBUTE):
         body.register_forward_pre_hook(_before_forward, with_kwargs=True)
         body.register_forward_hook(_after_forward, always_call=True)
@@ -239,8 +240,7 @@ def _before_forward(body: nn.Module, args: tuple, kwargs: dict) -> None:
         given = parallel.whole(given, state.agreed())
     if is_ours and trains:
         state.begin_forward(body)
-        if not state.config.recompute_attention:
-            keep_results(body)
+        keep_results(body, not state.config.recompute_attention)
     under_way.set(PatternMask(given, parallel))
 
 
@@ -285,10 +285,11 @@ def _check_interface(model: nn.Module) -> None:
 def _check_model(config, name: str) -> None:
     if config.get_text_config() is not config:
         raise ConfigError(f"{name} has several parts: call configure on its language model")
-    heads = getattr(config, "num_attention_heads", None)
+    heads = _of_all_layers(config, "num_attention_heads", name)
     if not heads:
         raise ConfigError(f"{name} has no attention heads: give a model with attention")
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    head_dim = _of_all_layers(config, "head_dim", name) or config.hidden_size // heads
+    _of_all_layers(config, "sliding_window", name)
     if head_dim not in HEAD_DIMS:
         raise ConfigError(
             f"{name} has attention heads of dimension {head_dim}: attention mtraining supports {HEAD_DIMS}"
@@ -299,6 +300,17 @@ def _check_model(config, name: str) -> None:
             f"{name} has layers of type {', '.join(sorted(others))}: attention mtraining supports "
             f"{', '.join(LAYER_TYPES)}"
         )
+
+
+def _of_all_layers(config, field: str, name: str):
+    """What a configuration has for all layers alike; None if it has nothing."""
+    try:
+        return getattr(config, field, None)
+    except RuntimeError as error:  # of transformers, where layers have settings of their own
+        raise ConfigError(
+            f"{name} has layers with {field} of their own: attention mtraining supports models whose layers "
+            "have the same"
+        ) from error
 
 
 def _layers_of(config, *wanted: str) -> list[int]:

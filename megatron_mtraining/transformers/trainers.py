@@ -16,13 +16,14 @@ from contextlib import nullcontext
 from functools import wraps
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..config import ConfigError
 from ..cp_group import ProcessGroup, RankGroup
 from ..requirements import install_command, installed, is_too_old
-from .interface import NAME
-from .sequence import cut_batch
+from .interface import NAME, is_in_use
+from .sequence import IGNORED, cut_batch
 from .state import PatternState
 
 MARK = "mtraining_models"
@@ -58,8 +59,8 @@ def share_sequences(trainer, state: PatternState) -> None:
         state: the model's; gets the ranks once there is a process group of them.
 
     Raises:
-        ConfigError: the trainer has no ``cp_size`` or ``sp_size``, or what does not go with it; packages are
-            too old.
+        ConfigError: the trainer has no ``cp_size`` or ``sp_size``, or what does not go with it, such as a
+            loss that is not the model's; packages are too old.
     """
     check_versions()
     accelerator = trainer.accelerator
@@ -70,6 +71,16 @@ def share_sequences(trainer, state: PatternState) -> None:
             "TrainingArguments(parallelism_config=ParallelismConfig(cp_size=2), ...), with FSDP 2, or "
             "ParallelismConfig(sp_size=2, sp_backend='deepspeed')"
         )
+    of_trainer = {
+        "compute_loss_func": trainer.compute_loss_func,
+        "label_smoothing_factor": trainer.args.label_smoothing_factor,
+    }
+    for name, value in of_trainer.items():
+        if value:  # these shift labels, which ranks are given shifted, or are not asked for a loss
+            raise ConfigError(
+                f"the trainer has {name}, and ranks that share sequences take the model's own loss: leave it "
+                "out"
+            )
     if "cp_size" in sizes:
         if trainer.compute_metrics is not None:
             raise ConfigError(
@@ -93,10 +104,10 @@ def _cut_batches(trainer, group: ProcessGroup) -> None:
     """Have a trainer cut its batches for the ranks of a mesh ``cp``."""
     accelerator, ranks = trainer.accelerator, RankGroup(group)
     prepare_cp, prepare_inputs = accelerator._prepare_cp, trainer._prepare_context_parallel_inputs
-    compute_loss = trainer.compute_loss
+    compute_loss, predict = trainer.compute_loss, trainer.prediction_step
 
     def cut(model, inputs):
-        if model.config._attn_implementation != NAME:
+        if not is_in_use(model):
             return prepare_inputs(model, inputs)
         cut = cut_batch(inputs, group)
         if trainer.model_accepts_loss_kwargs:
@@ -111,16 +122,31 @@ def _cut_batches(trainer, group: ProcessGroup) -> None:
 
     def of_all_ranks(model, inputs, *args, **kwargs):
         """In an evaluation, the loss over all ranks: the trainer would take the first rank's for it."""
-        if model.training or model.config._attn_implementation != NAME:
+        if model.training or not is_in_use(model):
             return compute_loss(model, inputs, *args, **kwargs)
-        if inputs.get("use_cache") is not False:  # transformers before 5.16 does not cut these
+        if inputs.get("use_cache") is not False:  # not cut by TRL, nor by transformers before 5.16
             _, inputs = cut(model, inputs)
+        labels = inputs.get("shift_labels")
         result = compute_loss(model, inputs, *args, **kwargs)
         loss, *outputs = result if isinstance(result, tuple) else (result,)
-        loss = ranks.all_gather(loss).mean(0)
+        if labels is None or kwargs.get("num_items_in_batch") is not None:
+            loss = ranks.all_gather(loss).mean(0)
+        else:  # each rank's is the mean over its own labels
+            count = (labels != IGNORED).sum()
+            own = torch.stack((torch.where(count > 0, loss * count, 0.0), count.to(loss.dtype)))
+            total, count = ranks.all_gather(own).sum(0)
+            loss = total / count
         return (loss, *outputs) if outputs else loss
 
-    trainer.compute_loss = of_all_ranks
+    def loss_only(model, inputs, prediction_loss_only, *args, **kwargs):
+        if not prediction_loss_only and is_in_use(model):
+            raise ConfigError(
+                "the trainer is asked for predictions, and with cp_size each rank has the logits of some "
+                "tokens: ask for the loss alone (evaluate, or prediction_loss_only=True)"
+            )
+        return predict(model, inputs, prediction_loss_only, *args, **kwargs)
+
+    trainer.compute_loss, trainer.prediction_step = of_all_ranks, loss_only
     trainer._prepare_context_parallel_inputs = cut
     accelerator._prepare_cp = without_hooks
 

@@ -76,9 +76,12 @@ def train(folder, settings: str, world: int = 1, resume=None, **more) -> dict:
     trainer.train(resume_from_checkpoint=resume)
     names = ("loss", "grad_norm", "mtraining_density", "mtraining_recall")
     log = [[each[name] for name in names] for each in trainer.state.log_history if "loss" in each]
+    batch = {name: value[None] for name, value in trainer.eval_dataset[3].items()}
+    with torch.no_grad():  # as TRL evaluates: whole sequences, and no number of labels
+        of_batch = trainer.compute_loss(trainer.model.eval(), batch)
     return dict(
         log=torch.tensor(log), prices=torch.tensor(state_of(model).steering.state() or 0.0),
-        evaluated=torch.tensor(trainer.evaluate()["eval_loss"]),
+        of_batch=of_batch, evaluated=torch.tensor(trainer.evaluate()["eval_loss"]),
         generated=trainer.model.eval().generate(TOKENS[:1], max_new_tokens=2, do_sample=False),
     )  # fmt: skip
 
@@ -120,6 +123,30 @@ def train_zero(rank, world, folder, attention: str) -> list[list[float]]:
 
 def train_ranks(rank, world, cases):
     return [train(*case, world=world, **more) for *case, more in cases]
+
+
+def told_of_predictions(rank, world, folder):
+    trainer = trainer_of(folder, small_model("llama"), world, max_steps=1)
+    configure(trainer.model, sequence_parallel=trainer)
+    trainer.train()
+    try:
+        trainer.predict(trainer.eval_dataset)
+    except ConfigError as error:
+        return str(error)
+
+
+def told_of_a_loss(rank, world, folder):
+    """What trainers are told whose loss is not the model's."""
+    told = []
+    for changes in (dict(label_smoothing_factor=0.1), {}):
+        model = small_model("llama")
+        trainer = trainer_of(folder, model, world, **changes)
+        trainer.compute_loss_func = None if changes else print
+        try:
+            configure(trainer.model, sequence_parallel=trainer)
+        except ConfigError as error:
+            told.append(str(error))
+    return told
 
 
 def told_at_the_start(rank, world, folder):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -20,6 +21,7 @@ from megatron_mtraining.transformers import (
     take_backward_means,
     take_means,
 )
+from megatron_mtraining.transformers.interface import is_in_use
 from tests.support.transformers_cases import (
     DENSE,
     HEADS,
@@ -87,8 +89,10 @@ def test_generation_decodes_densely(tokens):
         for each in (model, ours)
     )  # fmt: skip
     assert found.equal(expected)
-    with pytest.raises(ConfigError, match="leave cache_implementation out"):
-        ours.generate(tokens[:, :300], max_new_tokens=2, cache_implementation="static")
+    for window in (None, 200):
+        ours = with_pattern(small_model("mistral", sliding_window=window).eval(), DENSE)
+        with pytest.raises(ConfigError, match="leave cache_implementation out"):
+            ours.generate(tokens[:, :300], max_new_tokens=2, cache_implementation="static")
 
 
 def test_decoding_attends_to_all_of_the_cache(tokens):
@@ -200,6 +204,39 @@ def test_assisted_decoding_is_refused(tokens):
     assert ours.generate(tokens[:1], **given, prompt_lookup_num_tokens=5).shape[1] > SEQ
 
 
+def test_a_language_model_that_is_a_part(tokens):
+    """The whole model's own implementation is another, and says nothing of the part's."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    sizes = dict(hidden_size=256, num_attention_heads=4, num_key_value_heads=2)
+    rope = dict(rope_type="default", rope_theta=10000.0, mrope_section=[8, 12, 12])
+    text = dict(sizes, vocab_size=97, num_hidden_layers=1, rope_parameters=rope)
+    vision = dict(depth=1, hidden_size=64, num_heads=2, intermediate_size=64, out_hidden_size=256)
+    config = AutoConfig.for_model("qwen2_5_vl", text_config=text, vision_config=vision)
+    whole = AutoModelForImageTextToText.from_config(config).eval()
+    given = dict(max_new_tokens=3, do_sample=False, prompt_lookup_num_tokens=5)
+    assert not is_in_use(whole)
+    configure(whole.model.language_model, SPARSE)
+    assert is_in_use(whole) and whole.config._attn_implementation != "mtraining"
+    with pytest.raises(ConfigError, match="assisted decoding"):
+        whole.generate(tokens[:1], **given)
+    whole.set_attn_implementation("sdpa")
+    assert not is_in_use(whole)
+    assert whole.generate(tokens[:1], **given).shape[1] > SEQ
+
+
+def test_models_beside_the_layers(tokens):
+    """Such as Phi-4-multimodal's, which come after them."""
+    from transformers import CLIPVisionConfig, CLIPVisionModel
+
+    sizes = dict(hidden_size=64, num_hidden_layers=1, num_attention_heads=1, intermediate_size=64)
+    model = small_model()
+    model.model.beside = CLIPVisionModel(CLIPVisionConfig(**sizes))
+    ours = with_pattern(model, DENSE)
+    expected, found = (each(tokens, use_cache=False).logits for each in (model, ours))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
 def test_short_sequences_are_dense(tokens):
     model = small_model()
     config = MTrainingConfig.from_options(vertical=200, slash=10)
@@ -289,6 +326,23 @@ def test_checkpointed_layers_attend_once(kind, reentrant, tokens, monkeypatch):
     assert (
         calls.count(False) == (0 if twice else len(calls) / 2) and len(calls) == 2 * 2 * LAYERS * 2
     )
+
+
+def test_other_settings_say_whether_layers_attend_once(tokens, monkeypatch):
+    ours = with_pattern(small_model(), SPARSE)
+    ours.gradient_checkpointing_enable()
+    calls, original = [], checkpointing.attend
+
+    def spy(*args, saved=None, **kwargs):
+        calls.append(saved is None)
+        return original(*args, saved=saved, **kwargs)
+
+    monkeypatch.setattr(checkpointing, "attend", spy)
+    for twice in (False, True, False):
+        configure(ours, replace(SPARSE, recompute_attention=twice))
+        calls.clear()
+        loss_and_gradients(ours, input_ids=tokens, labels=tokens)
+        assert calls.count(True) == (2 * LAYERS if twice else LAYERS)
 
 
 @pytest.mark.parametrize("reentrant", (True, False), ids=("reentrant", "not reentrant"))
@@ -450,6 +504,21 @@ def test_the_way_back(tokens):
     assert ours(tokens, use_cache=False).logits.equal(model(tokens, use_cache=False).logits)
 
 
+def test_a_model_can_be_pickled(tokens):
+    """With its prices, and without the optimizers that have stepped."""
+    config = MTrainingConfig.from_options(target_recall=0.6, block_size=64, window=64)
+    ours = with_pattern(small_model(num_hidden_layers=1), config)
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.0)
+    for _ in range(2):
+        ours(tokens, labels=tokens, use_cache=False).loss.backward()
+        optimizer.step()
+    again = pickle.loads(pickle.dumps(ours))
+    for model in (ours, again):
+        advance(model)
+    assert state_of(again).steering.step == state_of(ours).steering.step == 2
+    assert again(tokens, use_cache=False).logits.equal(ours(tokens, use_cache=False).logits)
+
+
 def refused(match, model, config=SPARSE, **batch):
     with pytest.raises(ConfigError, match=match):
         configure(model, config)
@@ -473,6 +542,14 @@ def test_what_is_refused_names_itself(tokens):
     refused("2 separate stretches", small_model(), input_ids=tokens, attention_mask=mask)
     four = torch.zeros(2, 1, SEQ, SEQ)
     refused("two-dimensional attention_mask", small_model(), input_ids=tokens, attention_mask=four)
+
+
+def test_settings_of_single_layers_are_refused():
+    pytest.importorskip("transformers.integrations.heterogeneity")
+    for field, value in (("sliding_window", 64), ("num_attention_heads", 2), ("head_dim", 128)):
+        model = small_model("mistral")
+        model.config.per_layer_config = {1: {field: value}}
+        refused(f"MistralForCausalLM has layers with {field} of their own", model)
 
 
 def loaded(model, folder, **how):

@@ -135,6 +135,17 @@ def test_positions_that_skip_some_are_one_sequence(given, tokens):
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("window", (None, 90))
+def test_positions_that_only_skip_some_are_one_sequence(window, tokens):
+    positions = torch.cat([torch.arange(200), torch.arange(400, SEQ + 200)])[None]
+    model = small_model("mistral", num_hidden_layers=1, sliding_window=window)
+    batch = dict(input_ids=tokens[:1], position_ids=positions, use_cache=False)
+    with torch.no_grad():
+        expected = model(**batch, attention_mask=torch.ones_like(tokens[:1])).logits
+        found = with_pattern(model, DENSE)(**batch).logits
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
 LENGTHS = (130, 64, 106)
 NUMBERS = torch.arange(3).repeat_interleave(torch.tensor(LENGTHS))[None]
 ENDS = torch.tensor([0, 130, 194, 300], dtype=torch.int32)

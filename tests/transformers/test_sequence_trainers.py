@@ -17,6 +17,8 @@ from megatron_mtraining.transformers.trainers import check_versions
 from tests.support.ranks import run_ranks
 from tests.support.sequence_trainers import (
     told_at_the_start,
+    told_of_a_loss,
+    told_of_predictions,
     train,
     train_ranks,
     train_zero,
@@ -79,6 +81,19 @@ def test_a_trainer_of_whole_sequences_is_refused(tmp_path):
         ConfigError, match="a trainer that does not share sequences: give it .*cp_size=2"
     ):
         configure(model, sequence_parallel=trainer)
+
+
+def test_a_loss_that_is_not_the_models_is_refused(tmp_path):
+    for told in run_ranks(2, told_of_a_loss, tmp_path):
+        assert [each.split(",")[0] for each in told] == [
+            "the trainer has label_smoothing_factor",
+            "the trainer has compute_loss_func",
+        ]
+
+
+def test_predictions_are_refused(tmp_path):
+    for told in run_ranks(2, told_of_predictions, tmp_path):
+        assert told.startswith("the trainer is asked for predictions, and with cp_size")
 
 
 def test_a_version_that_is_too_old_is_named(monkeypatch):

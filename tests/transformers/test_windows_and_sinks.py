@@ -9,8 +9,8 @@ import copy
 import pytest
 import torch
 
-from megatron_mtraining import ConfigError
-from megatron_mtraining.transformers import configure, take_means
+from megatron_mtraining import ConfigError, MTrainingConfig
+from megatron_mtraining.transformers import advance, configure, state_of, take_means
 from tests.support.transformers_cases import DENSE, SPARSE, assert_same, small_model, with_pattern
 
 SEQ, WINDOW = 320, 37
@@ -119,14 +119,31 @@ def test_answers_are_those_of_eager_attention(kind, dense_tail, batch):
 
 def test_masks_that_layers_are_not_told_of_are_refused(batch):
     tokens = batch["input_ids"]
-    for kind, window in (("Qwen2", None), ("Qwen2", WINDOW + 1)):
-        ours = with_pattern(model_of(kind), DENSE)
+    length = tokens.shape[1]
+    packed = torch.cat((torch.arange(50), torch.arange(length - 50))).expand_as(tokens)
+    for window in (None, WINDOW + 1):
+        ours = with_pattern(model_of("Qwen2"), DENSE)
         ours.model.layers[1].self_attn.sliding_window = window
-        with pytest.raises(ConfigError, match="layer 1 has .*but its model's mask is another one"):
-            ours(tokens, use_cache=False)
+        for position_ids in (None, packed):
+            with pytest.raises(ConfigError, match="layer 1 has .*but its model's mask is another"):
+                ours(tokens, position_ids=position_ids, use_cache=False)
     ours = with_pattern(model_of("Qwen2"), DENSE)
     ours.model.layers[0].self_attn.sliding_window = WINDOW
     with pytest.raises(ConfigError, match=f"layer 0 has sliding_window {WINDOW}, but"):
         ours(tokens, use_cache=False)
+    with pytest.raises(ConfigError, match=f"layer 0 has sliding_window {WINDOW}, but"):
+        ours(tokens, position_ids=packed, use_cache=True)
     with pytest.raises(ConfigError, match="layers of type chunked_attention"):
         configure(model_of("Qwen2", layer_types=[FULL, "chunked_attention"]), DENSE)
+
+
+def test_a_window_that_no_layer_takes_leaves_the_prices_to_the_target(batch):
+    """As in Moshi, and in folders of Llamas that were made of Mistrals."""
+    config = MTrainingConfig.from_options(target_recall=0.6, block_size=64, window=64)
+    found = []
+    for window in (None, WINDOW):
+        ours = with_pattern(small_model("llama", sliding_window=window), config)
+        ours(**batch, use_cache=False)
+        advance(ours)
+        found.append(torch.tensor(state_of(ours).steering.state()))
+    assert found[0].ne(0.25).any() and found[1].equal(found[0])
