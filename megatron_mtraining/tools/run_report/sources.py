@@ -53,13 +53,15 @@ OURS = re.compile(
     r"\[mtraining\] iteration (\d+) \| density ([\d.]+) \(lowest head ([\d.]+), highest ([\d.]+)\)"
     r"(?: \| recall ([\d.naif]+) \(lowest head ([\d.naif]+)\))?"
 )
-PRICE = re.compile(r"\[mtraining\] iteration (\d+) \|.*\| price ([\d.e-]+)")
+OF_OURS = ("density", "density_lowest", "density_highest", "recall", "recall_lowest")
+PRICE = re.compile(r"\[mtraining\] iteration (\d+) \|.*\| price ([\d.e+-]+)")
 BACKWARD = re.compile(r"\[mtraining\] iteration (\d+) \|.*\| backward density ([\d.]+)")
 CAPPED = re.compile(r"\[mtraining\] iteration (\d+) \|.*\| heads at a cap ([\d.]+)%")
 TIMES = re.compile(
     r"\[mtraining\] iteration (\d+) \|.*\| (?:search ([\d.e+-]+) ms, )?attention ([\d.e+-]+) ms "
     r"\(max/mean ([\d.]+)(?:, exposed communication ([\d.e+-]+) ms)?\)(?:, loss ([\d.e+-]+) ms)?"
 )
+OF_TIMES = ("search_ms", "attention_ms", "imbalance", "exposed_ms", "loss_ms")
 IDLE = re.compile(r"\[mtraining\] iteration (\d+) \| attention of .*measured .*?idle ([\d.]+)%")
 WARNING = re.compile(r"\[mtraining\] (warning: .*)")
 LAYER = re.compile(r"mtraining-(density|recall)-layers/(\d+)")
@@ -133,11 +135,22 @@ def _states(path: Path) -> Path | None:
 
 
 def _of_trainer(file: Path) -> Run:
+    """
+    Raises:
+        ConfigError: it is not as transformers writes it.
+    """
     series: dict[str, Series] = defaultdict(dict)
-    for entry in read_json(file).get("log_history", []):
-        for name, value in entry.items():
-            if name in TAGS and isinstance(value, (int, float)):
-                series[TAGS[name]][int(entry["step"])] = float(value)
+    state = read_json(file)
+    try:
+        for entry in state.get("log_history", []):
+            for name, value in entry.items():
+                if name in TAGS and isinstance(value, (int, float)):
+                    series[TAGS[name]][int(entry["step"])] = float(value)
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError):
+        raise ConfigError(
+            f"{file} is not as transformers writes it: log_history is to be a list of what was logged, each "
+            "with its step"
+        ) from None
     return Run.of(str(file), series)
 
 
@@ -264,20 +277,14 @@ def _of_line(line: str) -> Iterator[tuple[str, int, float]]:
         return
     if "[mtraining]" not in line:
         return
-    if said := OURS.search(line):
-        names = ("density", "density_lowest", "density_highest", "recall", "recall_lowest")
-        for name, value in zip(names, said.groups()[1:]):
-            if value is not None and _is_number(value):
-                yield name, int(said[1]), float(value)
-    if said := TIMES.search(line):
-        names = ("search_ms", "attention_ms", "imbalance", "exposed_ms", "loss_ms")
-        for name, value in zip(names, said.groups()[1:]):
-            if value is not None:
-                yield name, int(said[1]), float(value)
+    of_many = (OURS, OF_OURS), (TIMES, OF_TIMES)
     of_one = (PRICE, "price"), (BACKWARD, "backward_density"), (CAPPED, "capped"), (IDLE, "idle")
-    for pattern, name in of_one:
+    for pattern, names in (*of_many, *((pattern, (name,)) for pattern, name in of_one)):
         if said := pattern.search(line):
-            yield name, int(said[1]), float(said[2]) * SCALES.get(name, 1.0)
+            for name, value in zip(names, said.groups()[1:]):
+                # Of two lines that were written at once, what looks like a number may be none.
+                if value is not None and _is_number(value):
+                    yield name, int(said[1]), float(value) * SCALES.get(name, 1.0)
 
 
 def _is_number(text: str) -> bool:

@@ -96,6 +96,17 @@ def test_a_page_that_exists_is_replaced_only_on_request(tmp_path, capsys):
     assert main([*words, "--overwrite"]) == 0 and "</svg>" in page.read_text()
 
 
+def test_what_only_looks_like_a_number_is_left_out(tmp_path):
+    """Two processes may write at once; a price may have an exponent."""
+    text = log(range(1, 5)).replace("iteration 3 | density 0.203", "iteration 3 | density 0.2.203")
+    text = text.replace("price 0.31 | search 12.5 ms", "price 1e+05 | search 12.5e ms", 3)
+    (tmp_path / "run.log").write_text(text)
+    found = read(tmp_path)
+    assert sorted(found.series["density"]) == [1, 2, 4]
+    assert found.series["price"] == {1: 1e5, 2: 1e5, 3: 1e5, 4: 0.31}
+    assert found.series["search_ms"] == {4: 12.5} and found.series["loss_ms"][1] == 50
+
+
 @pytest.mark.usefixtures("unrendered")
 def test_losses_that_are_not_finite_are_told(tmp_path):
     """Megatron prints no loss where it is NaN, and INF where it is infinite."""
@@ -166,3 +177,7 @@ def test_refusals(tmp_path, capsys):
     for name in ("one", "two"):
         (tmp_path / f"{name}.log").write_text(log(range(1, 5)))
     assert "both begin at step 1: they are of two runs" in said(tmp_path)
+    state = tmp_path / "trainer_state.json"
+    for history in (None, [1], [dict(loss=1)], [dict(loss=1, step="x")], {"loss": 1}):
+        state.write_text(json.dumps(dict(log_history=history)))
+        assert "is not as transformers writes it" in said(state)
