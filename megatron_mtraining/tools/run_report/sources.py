@@ -7,6 +7,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -158,10 +159,22 @@ def _of_trainer(file: Path) -> Run:
 
 
 def _events(path: Path) -> list[Path]:
-    """Folders with event files."""
+    """Event files, those of a folder one after the other: a later process's has a later time in its name."""
     if path.is_file():
-        return [path.parent] if "tfevents" in path.name else []
-    return sorted({file.parent for file in path.rglob("*tfevents*")})
+        return [path] if "tfevents" in path.name else []
+    return sorted(
+        filter(Path.is_file, path.rglob("*tfevents*")), key=lambda file: (file.parent, file.name)
+    )
+
+
+def _go_on(logged: dict[str, Series], more: dict[str, Series]) -> None:
+    """Add what the next process has logged. What is there of steps after its first is not of the run that it
+    is of: the process before it ended before it saved these steps, or was another run's."""
+    first = min((step for values in more.values() for step in values), default=math.inf)
+    for name, values in logged.items():
+        logged[name] = {step: value for step, value in values.items() if step <= first}
+    for name, values in more.items():
+        logged[name].update(values)
 
 
 def step_times(logged: Series) -> Series:
@@ -186,32 +199,45 @@ def _steps_apart(logged: Series) -> Series:
     return apart if near < far else logged
 
 
-def _of_tensorboard(folders: list[Path]) -> Run:
+def _of_tensorboard(files: list[Path]) -> Run:
     require("tensorboard", extra="report")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     series: dict[str, Series] = defaultdict(dict)
     layers: dict[str, dict[int, Series]] = defaultdict(dict)
     begins: dict[int, str] = {}
-    for folder in folders:
-        events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-        found = {
-            tag: {event.step: event.value for event in events.Scalars(tag)}
-            for tag in events.Tags()["scalars"]
-        }
+    for folder, own in groupby(files, key=lambda file: file.parent):
+        found: dict[str, Series] = defaultdict(dict)
+        for file in own:
+            _go_on(found, _of_events(file))
         steps = [step for values in found.values() for step in values]
         _check_goes_on(begins, str(folder), steps)
-        if times := found.get(STEP_TIME):
-            # Megatron 0.19 leaves out the first step's: the next is a mean that has it.
-            of_first = min(times) == min(steps)
-            found[STEP_TIME] = _steps_apart(times) if of_first else dict([*times.items()][1:])
         for tag, values in found.items():
-            name = TAGS.get(tag.removeprefix("train/"))
             if of_layer := LAYER.fullmatch(tag):
                 layers[of_layer[1]].setdefault(int(of_layer[2]), {}).update(values)
-            elif name:
-                series[name].update(values)
-    return Run.of(", ".join(map(str, folders)), series, dict(layers))
+            else:
+                series[_name_of(tag)].update(values)
+    sources = files if len(files) == 1 else dict.fromkeys(file.parent for file in files)
+    return Run.of(", ".join(map(str, sources)), series, dict(layers))
+
+
+def _name_of(tag: str) -> str | None:
+    return TAGS.get(tag.removeprefix("train/"))
+
+
+def _of_events(file: Path) -> dict[str, Series]:
+    """What one process has logged, by the tags that are known."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(file), size_guidance={"scalars": 0}).Reload()
+    found = {
+        tag: {event.step: event.value for event in events.Scalars(tag)}
+        for tag in events.Tags()["scalars"]
+        if _name_of(tag) or LAYER.fullmatch(tag)
+    }
+    if times := found.get(STEP_TIME):
+        # Megatron 0.19 leaves out the first step's: the next is a mean that has it.
+        of_first = min(times) == min(step for values in found.values() for step in values)
+        found[STEP_TIME] = _steps_apart(times) if of_first else dict([*times.items()][1:])
+    return found
 
 
 # Megatron's log
@@ -230,17 +256,30 @@ def _of_log(files: list[Path]) -> Run:
     begins: dict[int, str] = {}
     for file in files:
         lines = _lines(file)
-        found = [each for line in lines for each in _of_line(line)]
-        _check_goes_on(begins, str(file), [step for _, step, _ in found])
         own: dict[str, Series] = defaultdict(dict)
-        for name, step, value in found:
-            own[name][step] = value
-        own["step_s"] = _steps_apart(own["step_s"])
+        for logged in _processes(lines):
+            logged["step_s"] = _steps_apart(logged["step_s"])
+            _go_on(own, logged)
+        _check_goes_on(begins, str(file), [step for values in own.values() for step in values])
         for name, values in own.items():
             series[name].update(values)
         for said in filter(None, map(WARNING.search, lines)):
             warnings[said[1]] = None
     return Run.of(", ".join(begins.values()), series, warnings=warnings)
+
+
+def _processes(lines: list[str]) -> Iterator[dict[str, Series]]:
+    """What each process has logged, where one begins at an earlier step than the last had reached."""
+    logged: dict[str, Series] = defaultdict(dict)
+    reached = 0
+    for name, step, value in (each for line in lines for each in _of_line(line)):
+        if name == "loss":  # the first that a line of Megatron's yields
+            if step < reached:
+                yield logged
+                logged = defaultdict(dict)
+            reached = step
+        logged[name][step] = value
+    yield logged
 
 
 def _check_goes_on(begins: dict[int, str], name: str, steps: list[int]) -> None:

@@ -96,6 +96,29 @@ def test_a_page_that_exists_is_replaced_only_on_request(tmp_path, capsys):
     assert main([*words, "--overwrite"]) == 0 and "</svg>" in page.read_text()
 
 
+def test_a_process_that_begins_earlier_replaces_what_came_after(tmp_path):
+    """In one log, or one folder of TensorBoard's: a run that lost steps, or another run."""
+    again = "".join(
+        STEP.format(step=step, ms=ms, loss=1) for step, ms in ((31, 5000), (32, 3000), (33, 1000))
+    )
+    (tmp_path / "run.log").write_text(log(range(1, 61)) + again)
+    found = read(tmp_path / "run.log")
+    assert all(max(values) <= 33 for values in found.series.values())
+    assert [found.series["step_s"][step] for step in (30, 31, 32, 33)] == [0.13, 5, 1, 1]
+    assert found.series["loss"][30] == 2.7 and found.series["loss"][31] == 1
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+    for number, steps in enumerate((range(1, 7), range(1, 4))):
+        folder = tmp_path / "tb"
+        with tensorboard.SummaryWriter(str(folder), filename_suffix=f".{number}") as writer:
+            for step in steps:
+                writer.add_scalar("lm loss", 2.0 - number, step)
+                writer.add_scalar("lm loss vs samples", 2.0 - number, 64 * step)
+    first, second = sorted(folder.iterdir(), key=lambda file: file.suffix)
+    assert read(folder).series == {"loss": {1: 1, 2: 1, 3: 1}}
+    assert read(first).series == {"loss": dict.fromkeys(range(1, 7), 2.0)}
+    assert read(second).source == str(second)
+
+
 def test_what_only_looks_like_a_number_is_left_out(tmp_path):
     """Two processes may write at once; a price may have an exponent."""
     text = log(range(1, 5)).replace("iteration 3 | density 0.203", "iteration 3 | density 0.2.203")
