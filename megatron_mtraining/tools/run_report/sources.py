@@ -124,6 +124,11 @@ def read(path: Path) -> Run:
     raise ConfigError(f"{path} has no metrics of a run: give {WANTED}")
 
 
+def files(path: Path) -> list[Path]:
+    """Those that :func:`read` may read."""
+    return [*filter(None, [_states(path)]), *_events(path), *_logs(path)]
+
+
 # transformers
 
 

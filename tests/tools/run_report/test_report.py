@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from html.parser import HTMLParser
 
@@ -94,6 +96,27 @@ def test_a_page_that_exists_is_replaced_only_on_request(tmp_path, capsys):
     assert main(words) == 2 and "exists: give --overwrite" in capsys.readouterr().err
     assert page.read_text() == "mine"
     assert main([*words, "--overwrite"]) == 0 and "</svg>" in page.read_text()
+
+
+@pytest.mark.usefixtures("unrendered")
+def test_what_is_read_is_not_replaced_and_a_page_is_written_whole(tmp_path, capsys, monkeypatch):
+    log_file, page = tmp_path / "run.log", tmp_path / "run.html"
+    log_file.write_text(log(range(1, 5)))
+    for run in (log_file, tmp_path):
+        assert main(["report", str(run), "--output", str(log_file), "--overwrite"]) == 2
+        assert "run.log, which is read" in capsys.readouterr().err
+    assert log_file.read_text() == log(range(1, 5))
+    words = ["report", str(tmp_path), "--output", str(page), "--overwrite"]
+    assert main(words) == main(words) == 0, "a page in the run's folder is replaced"
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    before = page.read_bytes()
+    assert main([*words, "--title", "another"]) == 2
+    assert "cannot be written: No space left on device" in capsys.readouterr().err
+    assert page.read_bytes() == before and sorted(tmp_path.iterdir()) == [page, log_file]
 
 
 def test_a_process_that_begins_earlier_replaces_what_came_after(tmp_path):
