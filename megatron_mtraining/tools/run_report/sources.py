@@ -133,11 +133,16 @@ def files(path: Path) -> list[Path]:
 
 
 def _states(path: Path) -> Path | None:
-    """The trainer_state.json with the most steps."""
+    """The trainer_state.json with the most steps. Its time is that of a copy, where the run was copied."""
     if path.is_file():
         return path if path.name == "trainer_state.json" else None
     found = [*path.glob("trainer_state.json"), *path.glob("checkpoint-*/trainer_state.json")]
-    return max(found, key=lambda each: each.stat().st_mtime, default=None)
+    return max(found, key=_steps_of, default=None)
+
+
+def _steps_of(state: Path) -> float:
+    steps = read_json(state).get("global_step")
+    return steps if isinstance(steps, (int, float)) else 0
 
 
 def _of_trainer(file: Path) -> Run:

@@ -207,7 +207,12 @@ def test_transformers_state(tmp_path):
         dict(loss=1.5, step=2, mtraining_density=0.15, mtraining_recall=0.94, learning_rate=1e-5),
         dict(eval_loss=1.75, step=2),
     ]
-    (folder / "trainer_state.json").write_text(json.dumps(dict(log_history=history)))
+    state = folder / "trainer_state.json"
+    state.write_text(json.dumps(dict(log_history=history, global_step=2)))
+    earlier = tmp_path / "checkpoint-1" / state.name
+    earlier.parent.mkdir()
+    earlier.write_text(json.dumps(dict(log_history=history[:1], global_step=1)))
+    os.utime(state, (1, 1))  # of a copy
     found = read(tmp_path)
     assert found.series["loss"] == {1: 2, 2: 1.5} and found.series["eval_loss"] == {2: 1.75}
     assert found.series["density"] == {1: 0.2, 2: 0.15}
