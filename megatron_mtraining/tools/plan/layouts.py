@@ -161,4 +161,4 @@ def fewest_gpus(asked: Asked) -> int | None:
 
 def default_batch(seq: int) -> int:
     """A power of two, so that many layouts divide it."""
-    return 2 ** (max(STEP_TOKENS // seq, 1) - 1).bit_length()
+    return 2 ** (-(-STEP_TOKENS // seq) - 1).bit_length()
