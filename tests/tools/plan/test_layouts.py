@@ -122,6 +122,23 @@ def test_a_sparser_pattern_and_a_folder(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (dict(num_key_value_heads="2"), "config.json has a value of the wrong type"),
+        (dict(architectures=5), "config.json has a value of the wrong type"),
+        (dict(head_dim=80), "is 80, for which attention backend mtraining has no kernels"),
+        (dict(vocab_size=10**30), "--vocab-size is 1000000000000000000000000000000: it must be at most"),
+    ],
+)  # fmt: skip
+def test_a_model_that_cannot_be_planned(changes, said, tmp_path, capsys):
+    folder = save("qwen2 tied", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    assert main(["plan", "layouts", *f"--hf {folder} --seq 8K --gpus 2 --gpu h200".split()]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("words", "said"),
     [
         (SMALL.replace("h200", "h300"), "--gpu is h300: known are h200, h100-80g"),
