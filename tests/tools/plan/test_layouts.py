@@ -138,6 +138,15 @@ def test_a_model_that_cannot_be_planned(changes, said, tmp_path, capsys):
     assert said in capsys.readouterr().err
 
 
+def test_a_model_whose_config_is_no_json(tmp_path, capsys):
+    for content in ("[" * 100_000, "{"):
+        (tmp_path / "config.json").write_text(content)
+        assert (
+            main(["plan", "layouts", *f"--hf {tmp_path} --seq 8K --gpus 2 --gpu h200".split()]) == 2
+        )
+        assert "config.json is not JSON" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
