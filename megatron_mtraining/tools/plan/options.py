@@ -283,7 +283,7 @@ def _processes(before: list[str]) -> tuple[int | None, int | None]:
             f"--nproc-per-node is {short(known.nproc_per_node)}: use 1 to {MOST_PROCESSES}"
         )
     if not re.fullmatch("[1-9][0-9]{0,8}", known.nnodes):
-        raise ConfigError(f"--nnodes is {known.nnodes}: give one number of nodes, or --world-size")
+        raise ConfigError(f"--nnodes is {known.nnodes}: give one number of nodes")
     return known.nproc_per_node * int(known.nnodes), known.nproc_per_node
 
 
