@@ -44,6 +44,11 @@ MEGATRON_LM=$1
 shift
 [ -f "$MEGATRON_LM/pretrain_gpt.py" ] || fail "there is no pretrain_gpt.py in $MEGATRON_LM"
 
+# Before any arithmetic with them.
+for name in SEQ_LENGTH TRAINED_LENGTH; do
+  [ -z "${!name:-}" ] || [[ ${!name} =~ ^[1-9][0-9]{0,11}$ ]] || fail "$name is ${!name}: use a positive number"
+done
+
 # ---- model: that of MODEL, else the recipe's SHAPE with random weights.
 MODEL_ARGS=() OWN_TOKENIZER=()
 if [ -n "${MODEL:-}" ]; then
@@ -186,6 +191,8 @@ fi
 
 # ---- data. Each part of SPLIT that is not 0 needs two sequences in each dataset: an epoch of n sequences has n - 1.
 SPLIT=${SPLIT:-100,0,0}
+[[ $SPLIT =~ ^[0-9.]+(,[0-9.]+){0,2}$ && $SPLIT == *[1-9]* ]] || fail "SPLIT is $SPLIT: give shares for training, \
+validation and test, such as 95,5,0"
 check_split() {
   local header count shares
   [ -f "$1.idx" ] || fail "there is no $1.idx: DATA_PATH is the path without .bin and .idx"

@@ -82,7 +82,7 @@ def read_json(path: Path, name: str = "") -> dict:
         found = json.loads(read_text(path, name))
     except ConfigError:
         raise
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{name} is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{name} is not a JSON object")

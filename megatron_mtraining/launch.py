@@ -60,7 +60,7 @@ def _check(argv: list[str]) -> None:
     Raises:
         SystemExit: with one message, of what a start refuses.
     """
-    said = io.StringIO()
+    said = _Kept()
     try:
         with redirect_stdout(said), redirect_stderr(said):
             _run(argv, check=True)
@@ -84,6 +84,14 @@ def _check(argv: list[str]) -> None:
         if not str(error):  # an assertion without words: what it asserts
             problem += f": {extract_tb(error.__traceback__)[-1].line}"
     raise SystemExit(problem)
+
+
+class _Kept(io.StringIO):
+    """What a script prints. ``faulthandler.enable()``, which Megatron-LM 0.16 calls as it is imported, needs
+    the number of a file: that of standard error."""
+
+    def fileno(self) -> int:
+        return 2
 
 
 class _Valid(BaseException):

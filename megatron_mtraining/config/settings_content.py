@@ -89,7 +89,7 @@ def _read_again(path: str, name: str):
         raise ConfigError(
             f"{name} has {error.args[0]!r} twice in one object: leave one out"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{name} is not valid {'YAML' if yaml else 'JSON'}: {error}") from None
 
 

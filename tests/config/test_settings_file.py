@@ -235,6 +235,7 @@ def test_published_budgets(tmp_path):
     ("content", "named"),
     [
         ("{", "is not valid JSON"),
+        ("[" * 100_000, "is not valid JSON: maximum recursion depth"),
         ([], "has 0 layers, but the model 3"),
         ({}, "is empty: give settings"),
         ({"layers": [1]}, '"layers", an object by layer number'),

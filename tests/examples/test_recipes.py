@@ -231,6 +231,11 @@ UNFIT = [
     ({"CP": "4", "BATCH": "3"}, "BATCH is 3, which is not a multiple of the 2 data-parallel ranks"),
     ({"CP": "none"}, "CP is none: use a positive number"),
     ({"NODES": "0"}, "NODES is 0: use a positive number"),
+    ({"SEQ_LENGTH": "512K"}, "SEQ_LENGTH is 512K: use a positive number"),
+    ({"TRAINED_LENGTH": "0"}, "TRAINED_LENGTH is 0: use a positive number"),
+    ({"SPLIT": "all"}, "SPLIT is all: give shares for training, validation and test"),
+    ({"SPLIT": "0,0,0"}, "SPLIT is 0,0,0: give shares"),
+    ({"SPLIT": "97,1,1,1"}, "SPLIT is 97,1,1,1: give shares"),
 ]
 
 

@@ -61,6 +61,7 @@ def test_script_runs_as_main_with_its_folder_first(tmp_path):
     "text, said",
     [
         ("print(1)", None),
+        ("import sys; assert sys.stderr.fileno() == 2", None),  # Megatron-LM 0.16's faulthandler
         ("raise AssertionError('4 ranks\\nof 3')", "AssertionError: 4 ranks"),
         ("raise SystemExit('error: a\\nb')", "error: a\nb"),
         (

@@ -83,6 +83,18 @@ def test_a_checkout_of_another_python(quick, tmp_path):
         assert line.state == FAILS and line.needed and "Python 3.12" in line.said
 
 
+def test_commands_can_be_pasted(quick, monkeypatch, tmp_path, capsys):
+    root = tmp_path / "Megatron LM"
+    info = root / "megatron/core/package_info.py"
+    info.parent.mkdir(parents=True)
+    info.write_text("MAJOR = 0\nMINOR = 16\nPATCH = 1\n")
+    monkeypatch.setattr(megatron, "is_applied", lambda *given: False)
+    monkeypatch.setattr(megatron, "find_spec", lambda name: name)
+    assert cli.main(["doctor", "--megatron", str(root)]) == 0
+    said = capsys.readouterr().out
+    assert f"mtraining patch apply '{root}'" in said and f"'{root}/pretrain_gpt.py' ..." in said
+
+
 @pytest.mark.slow
 def test_the_installed_megatron():
     """Whatever this environment has: all that is replaced is there."""

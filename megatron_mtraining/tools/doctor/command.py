@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from ..patching import read_release
@@ -42,6 +43,7 @@ def run(args) -> int:
         print(f"\nWill not work until this is mended: {', '.join(failed)}")
         return 1
     script = "pretrain_gpt.py" if args.megatron is None else args.megatron / "pretrain_gpt.py"
+    script = shlex.quote(str(script))
     on_cpu = "" if machine.gpu_count() else "--cpu "
     print(
         "\nAll that is needed works. Train with: torchrun ... -m megatron_mtraining.launch "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shlex
 import shutil
 import sys
 import sysconfig
@@ -69,7 +70,9 @@ def _patch(root: Path) -> Line:
             return Line(OK, "patch", "applied: training scripts can be started directly")
     except ConfigError as error:
         return Line(FAILS, "patch", f"{one_line(str(error))} (the launcher works)", needed=False)
-    return Line(ABSENT, "patch", f"use the launcher, or mtraining patch apply {root}")
+    return Line(
+        ABSENT, "patch", f"use the launcher, or mtraining patch apply {shlex.quote(str(root))}"
+    )
 
 
 def _helpers(root: Path) -> Line:

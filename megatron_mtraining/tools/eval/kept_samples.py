@@ -45,7 +45,7 @@ class KeptSamples:
             lines = [json.loads(line) for line in whole.splitlines()]
             before = lines[0]["run"] if lines else self.run
             rows = {row["id"]: row for row in lines[1:]}
-        except (ValueError, LookupError, TypeError):
+        except (ValueError, LookupError, TypeError, RecursionError):
             if overwrite:
                 return
             raise ConfigError(

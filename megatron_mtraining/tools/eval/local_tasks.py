@@ -68,7 +68,7 @@ def read_rows(file: Path, most: int, fields: dict[str, str]) -> list[dict]:
             try:
                 row = json.loads(line)
                 half = lone_surrogate(json.dumps(row, ensure_ascii=False))
-            except ValueError:
+            except (ValueError, RecursionError):
                 row = half = None
             if not isinstance(row, dict):
                 raise ConfigError(f"{file}: line {number} is no JSON object")

@@ -108,7 +108,7 @@ class _Data:
     def _json(self, url: str):
         try:
             return json.loads(self.file.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{self.file} is not JSON: {error}") from None
 
     def _haystack(self, type_haystack: str) -> list[str]:

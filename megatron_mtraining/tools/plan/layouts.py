@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import NamedTuple
 
 from ...config import ConfigError
@@ -100,16 +99,27 @@ def parallel_sizes(asked: Asked) -> Iterator[tuple[int, int, int]]:
 
 def layouts(asked: Asked, backend: tuple[str, ...] = OURS) -> list[Layout]:
     """All of them, also those that do not fit; fastest first."""
-    found = []
+    found = [each for each in _tried(asked, backend) if isinstance(each, Layout)]
+    return sorted(found, key=lambda each: each.time.total)
+
+
+def why_refused(asked: Asked) -> ConfigError | None:
+    """What the first layout fails by, of those that divide GPUs and model."""
+    tried = _tried(asked, OURS)
+    return next((each for each in tried if isinstance(each, ConfigError)), None)
+
+
+def _tried(asked: Asked, backend: tuple[str, ...]) -> Iterator[Layout | ConfigError]:
     model = [*words_of(asked.model, asked.seq), "--seq-length", str(asked.seq), *COMMON, *backend]
     ways = RECOMPUTATION if "mtraining" in backend else OF_OTHERS
     for recompute, words in ways.items():
         # Importing Megatron would take longer than all else, and changes no flag that is here.
         args, _ = read([*model, *words, "--vocab-size", str(asked.model.vocab)], installed=False)
         for tp, pp, cp in parallel_sizes(asked):
-            with suppress(ConfigError):  # of sizes that Megatron does not take together
-                found.append(_layout(asked, args, recompute, [*backend, *words], tp, pp, cp))
-    return sorted(found, key=lambda each: each.time.total)
+            try:
+                yield _layout(asked, args, recompute, [*backend, *words], tp, pp, cp)
+            except ConfigError as error:  # of sizes that Megatron does not take together
+                yield error
 
 
 def _layout(
@@ -161,4 +171,4 @@ def fewest_gpus(asked: Asked) -> int | None:
 
 def default_batch(seq: int) -> int:
     """A power of two, so that many layouts divide it."""
-    return 2 ** (max(STEP_TOKENS // seq, 1) - 1).bit_length()
+    return 2 ** (-(-STEP_TOKENS // seq) - 1).bit_length()

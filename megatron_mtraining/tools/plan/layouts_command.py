@@ -11,7 +11,7 @@ from ..common.sizes import tokens_of
 from ..common.streams import Parser
 from ..report.table import table
 from .gpu_options import add_gpu, check_gpu, gpus_of_a_host
-from .layouts import DENSE, Asked, Layout, default_batch, fewest_gpus, fitting, layouts
+from .layouts import DENSE, Asked, Layout, default_batch, fewest_gpus, fitting, layouts, why_refused
 from .rates import gpu_of
 from .shapes import SHAPES, shape_of
 from .step_time import PARTS, Hosts, plain_times
@@ -89,6 +89,8 @@ def _why_none(asked: Asked, options) -> str:
     every = layouts(asked)
     where = f"{options.hf} at {asked.seq} tokens on {asked.gpus} x {options.gpu}"
     if not every:
+        if refused := why_refused(asked):
+            return f"{where}: {refused}"
         return (
             f"{where}: no layout divides the GPUs, --batch {asked.batch}, heads and layers: give another "
             "--batch or --gpus"

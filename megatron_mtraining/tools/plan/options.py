@@ -182,8 +182,8 @@ def read(words: list[str], installed: bool = True) -> tuple[argparse.Namespace, 
 
     Args:
         words: of a command line, with or without what stands before the script's own flags (``torchrun
-            ... pretrain_gpt.py``). ``--nproc-per-node`` and ``--nnodes`` before it make ``world_size`` and
-            ``nodes``.
+            ... pretrain_gpt.py``). ``--nproc-per-node`` and ``--nnodes`` before it make ``world_size``, the
+            first of them ``host_gpus``.
         installed: of :func:`parser_of_megatron`.
 
     Raises:
@@ -225,7 +225,7 @@ def read(words: list[str], installed: bool = True) -> tuple[argparse.Namespace, 
     stray = _values_of_nothing(rest)
     if stray:
         raise ConfigError(f"{stray} is the value of no flag")
-    args.world_size, args.nodes = _processes(before)
+    args.world_size, args.host_gpus = _processes(before)
     # With the backend they choose Megatron's own loss.
     loss = {refusal.given(command_line=True) for refusal in NEED_LOGITS} if ours else ()
     return args, [flag for flag in given if flag not in loss]
@@ -271,7 +271,7 @@ def _values_of_nothing(rest: list[str]) -> str | None:
 
 
 def _processes(before: list[str]) -> tuple[int | None, int | None]:
-    """torchrun's number of processes, and of nodes; None of what it does not say."""
+    """torchrun's number of processes, and of those on a host; None of what it does not say."""
     launcher = _Parser(add_help=False, allow_abbrev=False)
     launcher.add_argument("--nproc-per-node", "--nproc_per_node", type=int)
     launcher.add_argument("--nnodes", default="1")
@@ -283,8 +283,8 @@ def _processes(before: list[str]) -> tuple[int | None, int | None]:
             f"--nproc-per-node is {short(known.nproc_per_node)}: use 1 to {MOST_PROCESSES}"
         )
     if not re.fullmatch("[1-9][0-9]{0,8}", known.nnodes):
-        raise ConfigError(f"--nnodes is {known.nnodes}: give one number of nodes, or --world-size")
-    return known.nproc_per_node * int(known.nnodes), int(known.nnodes)
+        raise ConfigError(f"--nnodes is {known.nnodes}: give one number of nodes")
+    return known.nproc_per_node * int(known.nnodes), known.nproc_per_node
 
 
 def changed(args: argparse.Namespace, **values) -> argparse.Namespace:

@@ -67,7 +67,10 @@ def _step(setting: Setting, options, passed_over: set[str]) -> dict:
             f"--gpu predicts no step with {fewer[0]}: give --gpu-memory-gib in its place"
         )
     gpu = gpu_of(options.gpu)
-    hosts = Hosts(gpus_of_a_host(setting.world, options.nodes or args.nodes), options.link)
+    nodes = options.nodes
+    if nodes is None and args.host_gpus:  # of as many GPUs as are planned, whatever torchrun starts
+        nodes = -(-setting.world // args.host_gpus)
+    hosts = Hosts(gpus_of_a_host(setting.world, nodes), options.link)
     density = options.density
     if setting.mtraining and setting.mtraining.keeps_all(args.seq_length):
         density = 1.0

@@ -173,6 +173,8 @@ def _check_given(args) -> None:
             f"--max-position-embeddings is {args.max_position_embeddings}, less than --seq-length "
             f"({args.seq_length}): Megatron refuses that"
         )
+    if args.swiglu and args.squared_relu:
+        raise ConfigError("--swiglu and --squared-relu are both given: leave one of them out")
     if args.fp16 and args.bf16:
         raise ConfigError("--fp16 and --bf16 are both given: leave one of them out")
     if args.optimizer != "adam":
@@ -181,6 +183,11 @@ def _check_given(args) -> None:
         raise ConfigError("--use-precision-aware-optimizer needs --use-distributed-optimizer")
     if args.sequence_parallel and args.tensor_model_parallel_size == 1:
         args.sequence_parallel = False  # as Megatron does
+    if args.sequence_parallel and args.distribute_saved_activations:
+        raise ConfigError(
+            "--distribute-saved-activations and --sequence-parallel are both given, which Megatron refuses: "
+            "leave the first of them out"
+        )
 
 
 def _divided(args, name: str, by: int, why: str = "--num-attention-heads") -> int:
@@ -314,6 +321,11 @@ def _recompute(args) -> tuple[str | None, int]:
             raise ConfigError("--recompute-granularity full needs --recompute-num-layers")
         layers = args.num_layers // args.pipeline_model_parallel_size
         return args.recompute_method, min(args.recompute_num_layers, layers)
+    if granularity == "selective" and args.recompute_method is not None:
+        raise ConfigError(
+            f"--recompute-method is {args.recompute_method}, which Megatron refuses with selective "
+            "recomputation: leave it out, or use --recompute-granularity full"
+        )
     modules = args.recompute_modules or ["core_attn"]
     if granularity == "selective" and modules != ["core_attn"]:
         raise ConfigError(

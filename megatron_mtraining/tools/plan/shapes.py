@@ -8,6 +8,7 @@ from pathlib import Path
 from ...config import ConfigError
 from ...files import read_json
 from ..convert.families import Model, model_of
+from ..convert.fields import wrong_types_refused
 
 FIELDS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -36,7 +37,9 @@ def shape_of(name: str) -> Model:
     path, known = Path(name), name.rsplit("/", 1)[-1].lower()
     if path.exists():
         file = path / "config.json" if path.is_dir() else path
-        return model_of(read_json(file), file)
+        config = read_json(file)
+        with wrong_types_refused(file):
+            return model_of(config, file)
     if known not in SHAPES:
         raise ConfigError(
             f"--hf is {name}: give a folder with a config.json, or one of {', '.join(SHAPES)}"

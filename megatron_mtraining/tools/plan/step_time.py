@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from . import rates
@@ -80,7 +81,7 @@ def step_time(setting: Setting, gpu: Gpu, hosts: Hosts, density: float) -> StepT
     loss = 6 * logits * n / (rates.OF_LOSS * rate)
     m = setting.microbatches
     between = setting.layers * (
-        _keys(setting, gpu, hosts, faster, density, again) + _tensor(setting, gpu, again)
+        _keys(setting, gpu, hosts, faster, density, again) + _tensor(setting, gpu, hosts, again)
     )
     one = layers + attention + loss + between
     parameters = stage_parameters(setting, setting.pp - 1)
@@ -91,6 +92,20 @@ def step_time(setting: Setting, gpu: Gpu, hosts: Hosts, density: float) -> StepT
         communication=m * between + _gradients(setting, gpu, hosts, parameters),
         bubble=(setting.pp - 1) * (one - loss),
     )  # fmt: skip
+
+
+def _share_a_host(hosts: Hosts, gpus: int) -> bool:
+    """Whether each so many neighbouring GPUs are on one host: of 6 a host, not each 4."""
+    return hosts.gpus % gpus == 0
+
+
+def _link(gpu: Gpu, hosts: Hosts, apart: int, ranks: int) -> float:
+    """GB/s of a collective of so many ranks, each ``apart`` GPUs long. Between hosts, those of one share the
+    load."""
+    if _share_a_host(hosts, apart * ranks):
+        return gpu.link
+    together = max(math.gcd(hosts.gpus, apart * ranks) // apart, 1)
+    return min(together * hosts.link, gpu.link)
 
 
 def _pairs(setting: Setting, density: float) -> float:
@@ -130,9 +145,9 @@ def _keys(setting: Setting, gpu: Gpu, hosts: Hosts, faster, density, again) -> f
     else:
         inner, outer = setting.inner, setting.outer
         # There and, as float32, back; there again for the backward.
-        gathered = rates.EXPOSED * 4 * own * (inner - 1) / (gpu.link * GB)
-    crosses = setting.tp * setting.cp > hosts.gpus
-    if outer == 1 or not crosses:
+        link = _link(gpu, hosts, setting.tp, inner)
+        gathered = rates.EXPOSED * 4 * own * (inner - 1) / (link * GB)
+    if outer == 1 or _share_a_host(hosts, setting.tp * setting.cp):
         return gathered
     hop = inner * own / min(inner * hosts.link, gpu.link) / GB
     forward, backward = (each / outer for each in _attention(setting, faster, density, again))
@@ -140,16 +155,18 @@ def _keys(setting: Setting, gpu: Gpu, hosts: Hosts, faster, density, again) -> f
     return gathered + (outer - 1) * exposed
 
 
-def _tensor(setting: Setting, gpu: Gpu, again: float) -> float:
+def _tensor(setting: Setting, gpu: Gpu, hosts: Hosts, again: float) -> float:
     """Seconds of a layer's collectives of tensor parallelism: two gathers and two sums a pass, and two
-    gathers more for the weights' gradients. They stay in a host."""
+    gathers more for the weights' gradients."""
     bytes_ = setting.tokens * setting.args.hidden_size * setting.element
-    return (10 + 4 * again) * bytes_ * (setting.tp - 1) / setting.tp / (gpu.link * GB)
+    link = _link(gpu, hosts, 1, setting.tp)
+    return (10 + 4 * again) * bytes_ * (setting.tp - 1) / setting.tp / (link * GB)
 
 
 def _gradients(setting: Setting, gpu: Gpu, hosts: Hosts, parameters: int) -> float:
     """Seconds in which gradients (float32) are summed and parameters gathered over data- and context-parallel
     ranks."""
     ranks = setting.dp * setting.cp
-    link = gpu.link if setting.tp * ranks <= hosts.gpus else min(hosts.link, gpu.link)
+    together = _share_a_host(hosts, setting.tp * ranks)
+    link = gpu.link if together else min(hosts.link, gpu.link)
     return parameters * (4 + setting.element) * (ranks - 1) / ranks / (link * GB)

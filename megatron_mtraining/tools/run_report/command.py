@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 from ...config import ConfigError
-from .sources import WANTED, read
+from ..common.atomic_output import atomic_file, refuse_to_replace_input
+from .sources import WANTED, files, read
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,26 +31,29 @@ def run(args) -> int:
     if args.output.exists() and not args.overwrite:
         raise ConfigError(f"{args.output} exists: give --overwrite, or another --output")
     found = read(args.run)
-    step = None
+    step, trace = None, args.trace or timeline.find(args.run)
+    taken = [*files(args.run), *filter(None, [trace])]
+    refuse_to_replace_input("--output", args.output, taken)
     try:
-        if trace := args.trace or timeline.find(args.run):
+        if trace:
             step = timeline.read(trace)
     except ConfigError as error:
         if args.trace:
             raise
         print(f"without a timeline: {error}", file=sys.stderr)
     title = args.title or args.run.resolve().name
-    try:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(page(found, title, step), encoding="utf-8")
-        if args.png:
+    with atomic_file(args.output, overwrite=args.overwrite) as file:
+        file.write(page(found, title, step).encode())
+    if args.png:
+        pictures = charts.drawn(found, "light", png, step)
+        try:
             args.png.mkdir(parents=True, exist_ok=True)
-            for name, content in charts.drawn(found, "light", png, step).items():
-                file = name.split(" (")[0].lower().replace(" ", "-").replace("/", "-")
-                (args.png / f"{file}.png").write_bytes(content)
-    except OSError as error:
-        raise ConfigError(
-            f"{error.filename or args.output} cannot be written: {error.strerror}"
-        ) from error
+            for name, content in pictures.items():
+                stem = name.split(" (")[0].lower().replace(" ", "-").replace("/", "-")
+                (args.png / f"{stem}.png").write_bytes(content)
+        except OSError as error:
+            raise ConfigError(
+                f"--png {error.filename or args.png} cannot be written: {error.strerror}"
+            ) from error
     print(f"{args.output}: open it in a browser")
     return 0

@@ -7,6 +7,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,13 +54,15 @@ OURS = re.compile(
     r"\[mtraining\] iteration (\d+) \| density ([\d.]+) \(lowest head ([\d.]+), highest ([\d.]+)\)"
     r"(?: \| recall ([\d.naif]+) \(lowest head ([\d.naif]+)\))?"
 )
-PRICE = re.compile(r"\[mtraining\] iteration (\d+) \|.*\| price ([\d.e-]+)")
+OF_OURS = ("density", "density_lowest", "density_highest", "recall", "recall_lowest")
+PRICE = re.compile(r"\[mtraining\] iteration (\d+) \|.*\| price ([\d.e+-]+)")
 BACKWARD = re.compile(r"\[mtraining\] iteration (\d+) \|.*\| backward density ([\d.]+)")
 CAPPED = re.compile(r"\[mtraining\] iteration (\d+) \|.*\| heads at a cap ([\d.]+)%")
 TIMES = re.compile(
     r"\[mtraining\] iteration (\d+) \|.*\| (?:search ([\d.e+-]+) ms, )?attention ([\d.e+-]+) ms "
     r"\(max/mean ([\d.]+)(?:, exposed communication ([\d.e+-]+) ms)?\)(?:, loss ([\d.e+-]+) ms)?"
 )
+OF_TIMES = ("search_ms", "attention_ms", "imbalance", "exposed_ms", "loss_ms")
 IDLE = re.compile(r"\[mtraining\] iteration (\d+) \| attention of .*measured .*?idle ([\d.]+)%")
 WARNING = re.compile(r"\[mtraining\] (warning: .*)")
 LAYER = re.compile(r"mtraining-(density|recall)-layers/(\d+)")
@@ -121,23 +124,44 @@ def read(path: Path) -> Run:
     raise ConfigError(f"{path} has no metrics of a run: give {WANTED}")
 
 
+def files(path: Path) -> list[Path]:
+    """Those that :func:`read` may read."""
+    return [*filter(None, [_states(path)]), *_events(path), *_logs(path)]
+
+
 # transformers
 
 
 def _states(path: Path) -> Path | None:
-    """The trainer_state.json with the most steps."""
+    """The trainer_state.json with the most steps. Its time is that of a copy, where the run was copied."""
     if path.is_file():
         return path if path.name == "trainer_state.json" else None
     found = [*path.glob("trainer_state.json"), *path.glob("checkpoint-*/trainer_state.json")]
-    return max(found, key=lambda each: each.stat().st_mtime, default=None)
+    return max(found, key=_steps_of, default=None)
+
+
+def _steps_of(state: Path) -> float:
+    steps = read_json(state).get("global_step")
+    return steps if isinstance(steps, (int, float)) else 0
 
 
 def _of_trainer(file: Path) -> Run:
+    """
+    Raises:
+        ConfigError: it is not as transformers writes it.
+    """
     series: dict[str, Series] = defaultdict(dict)
-    for entry in read_json(file).get("log_history", []):
-        for name, value in entry.items():
-            if name in TAGS and isinstance(value, (int, float)):
-                series[TAGS[name]][int(entry["step"])] = float(value)
+    state = read_json(file)
+    try:
+        for entry in state.get("log_history", []):
+            for name, value in entry.items():
+                if name in TAGS and isinstance(value, (int, float)):
+                    series[TAGS[name]][int(entry["step"])] = float(value)
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError):
+        raise ConfigError(
+            f"{file} is not as transformers writes it: log_history is to be a list of what was logged, each "
+            "with its step"
+        ) from None
     return Run.of(str(file), series)
 
 
@@ -145,10 +169,22 @@ def _of_trainer(file: Path) -> Run:
 
 
 def _events(path: Path) -> list[Path]:
-    """Folders with event files."""
+    """Event files, those of a folder one after the other: a later process's has a later time in its name."""
     if path.is_file():
-        return [path.parent] if "tfevents" in path.name else []
-    return sorted({file.parent for file in path.rglob("*tfevents*")})
+        return [path] if "tfevents" in path.name else []
+    return sorted(
+        filter(Path.is_file, path.rglob("*tfevents*")), key=lambda file: (file.parent, file.name)
+    )
+
+
+def _go_on(logged: dict[str, Series], more: dict[str, Series]) -> None:
+    """Add what the next process has logged. What is there of steps after its first is not of the run that it
+    is of: the process before it ended before it saved these steps, or was another run's."""
+    first = min((step for values in more.values() for step in values), default=math.inf)
+    for name, values in logged.items():
+        logged[name] = {step: value for step, value in values.items() if step <= first}
+    for name, values in more.items():
+        logged[name].update(values)
 
 
 def step_times(logged: Series) -> Series:
@@ -173,32 +209,45 @@ def _steps_apart(logged: Series) -> Series:
     return apart if near < far else logged
 
 
-def _of_tensorboard(folders: list[Path]) -> Run:
+def _of_tensorboard(files: list[Path]) -> Run:
     require("tensorboard", extra="report")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     series: dict[str, Series] = defaultdict(dict)
     layers: dict[str, dict[int, Series]] = defaultdict(dict)
     begins: dict[int, str] = {}
-    for folder in folders:
-        events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-        found = {
-            tag: {event.step: event.value for event in events.Scalars(tag)}
-            for tag in events.Tags()["scalars"]
-        }
+    for folder, own in groupby(files, key=lambda file: file.parent):
+        found: dict[str, Series] = defaultdict(dict)
+        for file in own:
+            _go_on(found, _of_events(file))
         steps = [step for values in found.values() for step in values]
         _check_goes_on(begins, str(folder), steps)
-        if times := found.get(STEP_TIME):
-            # Megatron 0.19 leaves out the first step's: the next is a mean that has it.
-            of_first = min(times) == min(steps)
-            found[STEP_TIME] = _steps_apart(times) if of_first else dict([*times.items()][1:])
         for tag, values in found.items():
-            name = TAGS.get(tag.removeprefix("train/"))
             if of_layer := LAYER.fullmatch(tag):
                 layers[of_layer[1]].setdefault(int(of_layer[2]), {}).update(values)
-            elif name:
-                series[name].update(values)
-    return Run.of(", ".join(map(str, folders)), series, dict(layers))
+            else:
+                series[_name_of(tag)].update(values)
+    sources = files if len(files) == 1 else dict.fromkeys(file.parent for file in files)
+    return Run.of(", ".join(map(str, sources)), series, dict(layers))
+
+
+def _name_of(tag: str) -> str | None:
+    return TAGS.get(tag.removeprefix("train/"))
+
+
+def _of_events(file: Path) -> dict[str, Series]:
+    """What one process has logged, by the tags that are known."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(file), size_guidance={"scalars": 0}).Reload()
+    found = {
+        tag: {event.step: event.value for event in events.Scalars(tag)}
+        for tag in events.Tags()["scalars"]
+        if _name_of(tag) or LAYER.fullmatch(tag)
+    }
+    if times := found.get(STEP_TIME):
+        # Megatron 0.19 leaves out the first step's: the next is a mean that has it.
+        of_first = min(times) == min(step for values in found.values() for step in values)
+        found[STEP_TIME] = _steps_apart(times) if of_first else dict([*times.items()][1:])
+    return found
 
 
 # Megatron's log
@@ -217,17 +266,30 @@ def _of_log(files: list[Path]) -> Run:
     begins: dict[int, str] = {}
     for file in files:
         lines = _lines(file)
-        found = [each for line in lines for each in _of_line(line)]
-        _check_goes_on(begins, str(file), [step for _, step, _ in found])
         own: dict[str, Series] = defaultdict(dict)
-        for name, step, value in found:
-            own[name][step] = value
-        own["step_s"] = _steps_apart(own["step_s"])
+        for logged in _processes(lines):
+            logged["step_s"] = _steps_apart(logged["step_s"])
+            _go_on(own, logged)
+        _check_goes_on(begins, str(file), [step for values in own.values() for step in values])
         for name, values in own.items():
             series[name].update(values)
         for said in filter(None, map(WARNING.search, lines)):
             warnings[said[1]] = None
     return Run.of(", ".join(begins.values()), series, warnings=warnings)
+
+
+def _processes(lines: list[str]) -> Iterator[dict[str, Series]]:
+    """What each process has logged, where one begins at an earlier step than the last had reached."""
+    logged: dict[str, Series] = defaultdict(dict)
+    reached = 0
+    for name, step, value in (each for line in lines for each in _of_line(line)):
+        if name == "loss":  # the first that a line of Megatron's yields
+            if step < reached:
+                yield logged
+                logged = defaultdict(dict)
+            reached = step
+        logged[name][step] = value
+    yield logged
 
 
 def _check_goes_on(begins: dict[int, str], name: str, steps: list[int]) -> None:
@@ -264,20 +326,14 @@ def _of_line(line: str) -> Iterator[tuple[str, int, float]]:
         return
     if "[mtraining]" not in line:
         return
-    if said := OURS.search(line):
-        names = ("density", "density_lowest", "density_highest", "recall", "recall_lowest")
-        for name, value in zip(names, said.groups()[1:]):
-            if value is not None and _is_number(value):
-                yield name, int(said[1]), float(value)
-    if said := TIMES.search(line):
-        names = ("search_ms", "attention_ms", "imbalance", "exposed_ms", "loss_ms")
-        for name, value in zip(names, said.groups()[1:]):
-            if value is not None:
-                yield name, int(said[1]), float(value)
+    of_many = (OURS, OF_OURS), (TIMES, OF_TIMES)
     of_one = (PRICE, "price"), (BACKWARD, "backward_density"), (CAPPED, "capped"), (IDLE, "idle")
-    for pattern, name in of_one:
+    for pattern, names in (*of_many, *((pattern, (name,)) for pattern, name in of_one)):
         if said := pattern.search(line):
-            yield name, int(said[1]), float(said[2]) * SCALES.get(name, 1.0)
+            for name, value in zip(names, said.groups()[1:]):
+                # Of two lines that were written at once, what looks like a number may be none.
+                if value is not None and _is_number(value):
+                    yield name, int(said[1]), float(value) * SCALES.get(name, 1.0)
 
 
 def _is_number(text: str) -> bool:

@@ -83,13 +83,16 @@ def read(path: Path) -> Timeline:
         # Names of kernels may be any bytes.
         found = json.loads(content.decode("utf-8", errors="replace"), strict=False)
         events = [event for event in found["traceEvents"] if event.get("ph") == "X"]
+        rows = _of_step(events)
     except OSError as error:
         raise ConfigError(f"--trace {path} cannot be read: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError, EOFError, zlib.error):
+    except (
+        ArithmeticError, AttributeError, EOFError, KeyError, RecursionError, TypeError, ValueError,
+        zlib.error,
+    ):  # fmt: skip
         raise ConfigError(
             f"--trace {path} is no whole trace of PyTorch's profiler: give what export_chrome_trace writes"
         ) from None
-    rows = _of_step(events)
     if not rows:
         raise ConfigError(f"--trace {path} has no kernel and no operator of a step")
     start = min(interval[0] for row in rows.values() for interval in row)

@@ -65,6 +65,7 @@ def test_infinitebench(llama, tmp_path, capsys):
     refused(capsys, ["math_find.jsonl is missing"], *asked, "--tasks", "math_find")
     for line, named in (
         ("[1]", "line 3 is no JSON object"),
+        ("[" * 100_000, "line 3 is no JSON object"),
         ('{"id": 5}', "line 3 has no 'context'"),
         (json.dumps({**rows[0], "input": "\ud800"}), "line 3 is no text: \\ud800"),
     ):

@@ -101,6 +101,18 @@ def test_a_step_of_a_command(capsys):
     assert two["step"]["communication_s"] > one["step"]["communication_s"]
 
 
+def test_more_gpus_than_torchrun_starts_are_on_more_hosts(capsys):
+    script = ["--", "torchrun", "--nproc-per-node", "2", "pretrain_gpt.py"]
+    flags = [*EXAMPLE.split(), *OURS.split()]
+    words = ["--gpu", "h200", "--world-size", "4"]
+    four, given = (
+        plan_json(capsys, *words, *more, *flags) for more in (script, ["--nodes", "2", *script])
+    )
+    assert four["step"] == given["step"]
+    one = plan_json(capsys, *words, "--nodes", "1", *script, *flags)
+    assert four["step"]["communication_s"] > one["step"]["communication_s"]
+
+
 DOCUMENTED = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
 
 

@@ -14,8 +14,9 @@ import pytest
 from benchmarks.lib import jobs, record
 from benchmarks.lib.planned import newest, planned
 from megatron_mtraining.tools.cli import main
+from megatron_mtraining.tools.common.sizes import tokens_of
 from megatron_mtraining.tools.plan import shapes
-from megatron_mtraining.tools.plan.layouts import words_of
+from megatron_mtraining.tools.plan.layouts import default_batch, words_of
 from tests.support.convert_cases import save
 
 PAGE = Path(__file__).parents[3] / "docs" / "memory.md"
@@ -79,11 +80,71 @@ def test_keys_are_gathered_in_hosts_and_a_slow_link_shows(capsys):
     assert of(slow)[whole]["attention_s"] == of(fast)[whole]["attention_s"]
 
 
+def test_ranks_that_hosts_do_not_share_evenly_take_the_slow_link(capsys):
+    """Of 6 GPUs a host, the second 4 are on two hosts; so are 4 x 4 ranks of hosts of 8."""
+    words = "--hf Qwen2.5-3B --seq 128K --gpus 12 --nodes 2 --gpu h200 --batch 12 --top 99 --link"
+    fast, slow = (planned_json(capsys, f"{words} {link}")["layouts"] for link in (150, 1))
+
+    def exposed(found):
+        return {
+            (each["tensor"], each["context"]): each["communication_s"]
+            for each in found
+            if each["pipeline"] == 1
+        }
+
+    more = {sizes: exposed(slow)[sizes] - seconds for sizes, seconds in exposed(fast).items()}
+    of_gradients = more[1, 1]
+    for sizes, seconds in more.items():
+        assert (seconds * sizes[0] > 1.2 * of_gradients) == (sizes[0] * sizes[1] == 4), sizes
+    flags = [*words_of(shapes.shape_of("Qwen2.5-3B"), 131072), "--seq-length", "131072"]
+    flags += "--vocab-size 151936 --micro-batch-size 1 --bf16 --attention-backend mtraining".split()
+    flags += "--tensor-model-parallel-size 4 --context-parallel-size 4 --sequence-parallel".split()
+    times = []
+    for link in ("150", "1"):
+        assert main(["plan", "memory", "--json", "--gpu", "h200", "--link", link, "--", *flags]) < 2
+        times.append(json.loads(capsys.readouterr().out)["step"]["communication_s"])
+    assert times[1] > 10 * times[0]
+
+
+@pytest.mark.parametrize(
+    ("seq", "batch"), [("1M", 4), ("1536K", 4), ("96K", 64), ("4M", 1), ("8M", 1)]
+)
+def test_a_step_has_the_tokens_that_help_says(seq, batch):
+    length = tokens_of(seq)
+    assert default_batch(length) == batch and batch * length >= 4 * 2**20
+
+
 def test_a_sparser_pattern_and_a_folder(capsys, tmp_path):
     folder = save("qwen2 tied", tmp_path)
     words = f"--hf {folder} --seq 8K --gpus 2 --gpu H200 --density"
     dense, sparse = (planned_json(capsys, f"{words} {share}")["layouts"] for share in (1, 0.1))
     assert sparse[0]["attention_s"] < dense[0]["attention_s"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (dict(num_key_value_heads="2"), "config.json has a value of the wrong type"),
+        (dict(architectures=5), "config.json has a value of the wrong type"),
+        (dict(head_dim=80), "is 80, for which attention backend mtraining has no kernels"),
+        (dict(vocab_size=10**30), "--vocab-size is 1000000000000000000000000000000: it must be at most"),
+    ],
+)  # fmt: skip
+def test_a_model_that_cannot_be_planned(changes, said, tmp_path, capsys):
+    folder = save("qwen2 tied", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    assert main(["plan", "layouts", *f"--hf {folder} --seq 8K --gpus 2 --gpu h200".split()]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_model_whose_config_is_no_json(tmp_path, capsys):
+    for content in ("[" * 100_000, "{"):
+        (tmp_path / "config.json").write_text(content)
+        assert (
+            main(["plan", "layouts", *f"--hf {tmp_path} --seq 8K --gpus 2 --gpu h200".split()]) == 2
+        )
+        assert "config.json is not JSON" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

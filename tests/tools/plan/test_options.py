@@ -69,6 +69,14 @@ def test_defaults_and_choices_are_those_of_the_megatron_that_is_there(monkeypatc
         ("--optimizer sgd", "models only Adam; got --optimizer sgd"),
         ("--use-precision-aware-optimizer", "needs --use-distributed-optimizer"),
         ("--recompute-granularity full", "needs --recompute-method"),
+        ("--recompute-granularity selective --recompute-method block", "refuses with selective"),
+        ("--recompute-activations --recompute-method block", "refuses with selective"),
+        ("--swiglu --squared-relu", "--swiglu and --squared-relu are both given"),
+        (
+            "--tensor-model-parallel-size 2 --sequence-parallel --distribute-saved-activations "
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+            "--distribute-saved-activations and --sequence-parallel are both given",
+        ),
         ("--recompute-granularity selective --recompute-modules mlp", "got --recompute-modules mlp"),
         ("--mtraining-policy moba", "--mtraining-policy is moba"),
         ("--mtraining-price -1", "--mtraining-price"),

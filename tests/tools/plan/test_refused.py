@@ -70,7 +70,8 @@ def test_numbers_of_processes(number, capsys):
 @pytest.mark.parametrize("nodes", ["\u00b2", "0", "1:4"])
 def test_numbers_of_nodes(nodes, capsys):
     words = ["torchrun", "--nproc-per-node", "4", "--nnodes", nodes, "pretrain_gpt.py"]
-    assert "--nnodes is" in refused(capsys, [*words, *SMALL.split()])
+    said = refused(capsys, ["--world-size", "4", "--", *words, *SMALL.split()])
+    assert "--nnodes is" in said and "--world-size" not in said  # which is given, and does not help
 
 
 def test_an_environment_of_something_else(monkeypatch, capsys):

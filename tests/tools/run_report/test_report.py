@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from html.parser import HTMLParser
 
@@ -97,6 +99,61 @@ def test_a_page_that_exists_is_replaced_only_on_request(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("unrendered")
+def test_what_is_read_is_not_replaced_and_a_page_is_written_whole(tmp_path, capsys, monkeypatch):
+    log_file, page = tmp_path / "run.log", tmp_path / "run.html"
+    log_file.write_text(log(range(1, 5)))
+    for run in (log_file, tmp_path):
+        assert main(["report", str(run), "--output", str(log_file), "--overwrite"]) == 2
+        assert "run.log, which is read" in capsys.readouterr().err
+    assert log_file.read_text() == log(range(1, 5))
+    words = ["report", str(tmp_path), "--output", str(page), "--overwrite"]
+    assert main(words) == main(words) == 0, "a page in the run's folder is replaced"
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    before = page.read_bytes()
+    assert main([*words, "--title", "another"]) == 2
+    assert "cannot be written: No space left on device" in capsys.readouterr().err
+    assert page.read_bytes() == before and sorted(tmp_path.iterdir()) == [page, log_file]
+
+
+def test_a_process_that_begins_earlier_replaces_what_came_after(tmp_path):
+    """In one log, or one folder of TensorBoard's: a run that lost steps, or another run."""
+    again = "".join(
+        STEP.format(step=step, ms=ms, loss=1) for step, ms in ((31, 5000), (32, 3000), (33, 1000))
+    )
+    (tmp_path / "run.log").write_text(log(range(1, 61)) + again)
+    found = read(tmp_path / "run.log")
+    assert all(max(values) <= 33 for values in found.series.values())
+    assert [found.series["step_s"][step] for step in (30, 31, 32, 33)] == [0.13, 5, 1, 1]
+    assert found.series["loss"][30] == 2.7 and found.series["loss"][31] == 1
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+    for number, steps in enumerate((range(1, 7), range(1, 4))):
+        folder = tmp_path / "tb"
+        with tensorboard.SummaryWriter(str(folder), filename_suffix=f".{number}") as writer:
+            for step in steps:
+                writer.add_scalar("lm loss", 2.0 - number, step)
+                writer.add_scalar("lm loss vs samples", 2.0 - number, 64 * step)
+    first, second = sorted(folder.iterdir(), key=lambda file: file.suffix)
+    assert read(folder).series == {"loss": {1: 1, 2: 1, 3: 1}}
+    assert read(first).series == {"loss": dict.fromkeys(range(1, 7), 2.0)}
+    assert read(second).source == str(second)
+
+
+def test_what_only_looks_like_a_number_is_left_out(tmp_path):
+    """Two processes may write at once; a price may have an exponent."""
+    text = log(range(1, 5)).replace("iteration 3 | density 0.203", "iteration 3 | density 0.2.203")
+    text = text.replace("price 0.31 | search 12.5 ms", "price 1e+05 | search 12.5e ms", 3)
+    (tmp_path / "run.log").write_text(text)
+    found = read(tmp_path)
+    assert sorted(found.series["density"]) == [1, 2, 4]
+    assert found.series["price"] == {1: 1e5, 2: 1e5, 3: 1e5, 4: 0.31}
+    assert found.series["search_ms"] == {4: 12.5} and found.series["loss_ms"][1] == 50
+
+
+@pytest.mark.usefixtures("unrendered")
 def test_losses_that_are_not_finite_are_told(tmp_path):
     """Megatron prints no loss where it is NaN, and INF where it is infinite."""
     lines = [STEP.format(step=step, ms=100, loss=3.0) for step in range(1, 9)]
@@ -150,7 +207,12 @@ def test_transformers_state(tmp_path):
         dict(loss=1.5, step=2, mtraining_density=0.15, mtraining_recall=0.94, learning_rate=1e-5),
         dict(eval_loss=1.75, step=2),
     ]
-    (folder / "trainer_state.json").write_text(json.dumps(dict(log_history=history)))
+    state = folder / "trainer_state.json"
+    state.write_text(json.dumps(dict(log_history=history, global_step=2)))
+    earlier = tmp_path / "checkpoint-1" / state.name
+    earlier.parent.mkdir()
+    earlier.write_text(json.dumps(dict(log_history=history[:1], global_step=1)))
+    os.utime(state, (1, 1))  # of a copy
     found = read(tmp_path)
     assert found.series["loss"] == {1: 2, 2: 1.5} and found.series["eval_loss"] == {2: 1.75}
     assert found.series["density"] == {1: 0.2, 2: 0.15}
@@ -166,3 +228,7 @@ def test_refusals(tmp_path, capsys):
     for name in ("one", "two"):
         (tmp_path / f"{name}.log").write_text(log(range(1, 5)))
     assert "both begin at step 1: they are of two runs" in said(tmp_path)
+    state = tmp_path / "trainer_state.json"
+    for history in (None, [1], [dict(loss=1)], [dict(loss=1, step="x")], {"loss": 1}):
+        state.write_text(json.dumps(dict(log_history=history)))
+        assert "is not as transformers writes it" in said(state)

@@ -115,10 +115,22 @@ def test_the_report_shows_it(tmp_path, capsys):
         (b"{", "is no whole trace"),
         (gzip.compress(b'{"traceEvents": []}')[:-9], "is no whole trace"),
         (b"[]", "is no whole trace"),
+        (b"[" * 100_000, "is no whole trace"),
+        (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k"}]}', "is no whole trace"),
+        (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "args": null}]}', "is no whole trace"),
         (b'{"traceEvents": []}', "has no kernel and no operator"),
         (None, "cannot be read"),
     ],
-    ids=["cut", "compressed and cut", "a list", "empty", "missing"],
+    ids=[
+        "cut",
+        "compressed and cut",
+        "a list",
+        "deep",
+        "no time",
+        "no arguments",
+        "empty",
+        "missing",
+    ],
 )
 def test_refusals(tmp_path, capsys, content, said):
     (tmp_path / "trainer_state.json").write_text(
