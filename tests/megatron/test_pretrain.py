@@ -404,10 +404,10 @@ def test_prices_of_heads_go_on_from_a_checkpoint_in_another_layout(tree, tmp_pat
     losses(run)
 
     def prices(run):
-        return [float(price) for price in re.findall(r" \| price (\S+)$", run.stdout, re.M)]
+        return [float(price) for price in re.findall(r"\[mtraining\].* \| price (\S+)", run.stdout)]
 
     reached = prices(run)[-1]
-    assert reached > 2, "far from the price it begins with"
+    assert reached > 0.75, "three times the price it begins with, 0.25"
     on = ["--train-iters", str(STEPS + 2), "--tensor-model-parallel-size", "1"]
     on += ["--pipeline-model-parallel-size", "2", "--override-opt_param-scheduler"]
     run = tree.run("launcher", 2, *target, *on)

@@ -63,5 +63,5 @@ def test_a_pattern_trains(tree):
     found = losses(run, 12)
     assert found[-1] < found[0] - 0.05
     assert 0.1 < min(densities(run)) < 0.95, densities(run)
-    prices = [float(price) for price in re.findall(r" \| price (\S+)$", run.stdout, re.M)]
+    prices = [float(price) for price in re.findall(r"\[mtraining\].* \| price (\S+)", run.stdout)]
     assert prices[-1] != prices[0]

@@ -13,7 +13,7 @@ from tests.support.running import torchrun
 POINTS = "0:8,0.3:8,0.7:1.5,0.8:0"
 SCHEDULED = "--attention-backend mtraining --mtraining-block-size 64".split()
 SCHEDULED += [*"--mtraining-window 0 --mtraining-sink 0 --mtraining-schedule".split(), POINTS]
-LINE = r"iteration (\d+) \| density (\S+) .*\| price (\S+) \| schedule (\S+)%$"
+LINE = r"iteration (\d+) \| density (\S+) .*\| price (\S+) \| schedule (\S+)%"
 
 
 def logged(run) -> dict[int, tuple[float, float, float]]:
