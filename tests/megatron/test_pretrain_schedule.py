@@ -85,7 +85,7 @@ def test_a_run_by_samples_with_growing_batches(tree):
     consumed = [int(n) for n in re.findall(r"consumed samples: +(\d+) ", run.stdout)]
     before = [0, *consumed[:-1]]
     assert consumed[-1] == 48 and consumed[-1] - consumed[-2] == 4
-    assert consumed[0] == 2 or "rampup_batch_size is deprecated" in run.stdout + run.stderr
+    assert consumed[0] in (2, 4), "Megatron-LM ignores the option from 0.19 on"
     for done, (_, price, share) in zip(before, found.values(), strict=True):
         assert share == pytest.approx(100 * done / 48, abs=0.06)
         assert price == pytest.approx(schedule.at(done / 48), rel=1e-3)
