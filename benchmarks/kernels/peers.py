@@ -13,8 +13,8 @@ lets through: pairs x 4 x dim forward, x 2.5 backward. ``share_of_cudnn`` divide
 dense attention beside it, at up to 128K tokens. Peers run in turns of equal time; figures are
 medians. Lists of blocks and plans are made ahead, except where a row's note says otherwise.
 
-With ``--operands``, a model's (``benchmarks.model.real_operands --keep FILE``) take the place of random ones,
-and the distances that policy price selects from them that of drawn ones, without its columns.
+With ``--operands FILE`` queries, keys and values are a model's, which ``benchmarks.model.real_operands --keep
+FILE`` has written, and the pattern is the block distances that policy price selects from them, no columns.
 
     python -m benchmarks.kernels.peers [--case TEXT ...] [--peer NAME ...] [--minutes MINUTES]
     python -m benchmarks.kernels.peers --operands FILE [--peer NAME ...]

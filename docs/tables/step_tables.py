@@ -397,7 +397,7 @@ training = Table(
 
 
 def _logging() -> Row:
-    return [row for row in rows("logging") if "logged_ms" in row][-1]
+    return rows("logging")[-1]
 
 
 LOGGING = {

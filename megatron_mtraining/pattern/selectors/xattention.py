@@ -17,7 +17,7 @@ from .key_blocks import BlockCall, KeyBlockSelector, chunks
 
 @selects_for(XAttentionPolicy)
 class XAttentionSelector(KeyBlockSelector):
-    """The fewest blocks that hold the threshold of antidiagonal scores' softmax. Keys of all ranks are
+    """The fewest blocks that hold the threshold of antidiagonal scores' softmax. Of several ranks, keys are
     gathered for one KV head at a time."""
 
     policy: XAttentionPolicy
