@@ -52,6 +52,9 @@ def operands_of(options) -> dict[int, tuple[torch.Tensor, ...]]:
     Raises:
         ConfigError: the text is too short, or the model is not supported.
     """
+    if options.operands is not None:
+        kept = torch.load(options.operands, map_location=options.device)
+        return {int(name.rpartition(" ")[2]): each for name, each in kept.items()}
     tokens = texts.read(options).get(options.text_kind)
     if tokens is None or len(tokens) < options.seq:
         count = 0 if tokens is None else len(tokens)
@@ -93,6 +96,12 @@ def options_from(words: list[str] | None = None) -> argparse.Namespace:
         type=Path,
         metavar="FILE",
         help="write the operands for kernels.peers, and no rows",
+    )
+    add(
+        "--operands",
+        type=Path,
+        metavar="FILE",
+        help="read what --keep has written from the same options",
     )
     add(
         "--settings", type=setting_of, nargs="+", default=list(SETTINGS), metavar="SETTING",

@@ -17,12 +17,14 @@ from __future__ import annotations
 import copy
 import gc
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -51,16 +53,24 @@ ATTENTION = (
 )
 SHAPES = {"qwen3-8b": ("qwen3", 40960), "qwen2.5-0.5b": ("qwen2", 32768)}
 """The type and the positions of shapes that ``mtraining plan`` knows."""
-TINY = dict(
-    model_type="qwen2", hidden_size=256, intermediate_size=128, num_attention_heads=4,
-    num_key_value_heads=2, vocab_size=512, num_hidden_layers=2, max_position_embeddings=512,
-)  # fmt: skip
+OTHER_SHAPES = {
+    "tiny": dict(
+        model_type="qwen2", hidden_size=256, intermediate_size=128, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=512, num_hidden_layers=2, max_position_embeddings=512,
+    ),
+    # An even number of ranks cannot share its heads: they are a ring.
+    "smollm2-135m": dict(
+        model_type="llama", hidden_size=576, intermediate_size=1536, num_attention_heads=9,
+        num_key_value_heads=3, vocab_size=49152, num_hidden_layers=30, max_position_embeddings=8192,
+        rope_theta=1e5, tie_word_embeddings=True,
+    ),
+}  # fmt: skip
 
 
 def sizes_of(shape: str) -> dict:
     """The configuration of a shape."""
-    if shape == "tiny":
-        return dict(TINY)
+    if shape in OTHER_SHAPES:
+        return dict(OTHER_SHAPES[shape])
     kind, positions = SHAPES[shape]
     more = dict(model_type=kind, max_position_embeddings=positions, rope_theta=1e6)
     return {**shapes.config_of(shape), **more}
@@ -154,7 +164,8 @@ def run(options, model: PreTrainedModel, tokens, length: int, setting: str, step
         dist.barrier()
         synchronize(device)
         began = time.perf_counter()
-        loss = model(**batch).loss
+        with save_on_cpu(pin_memory=True) if options.offload else nullcontext():
+            loss = model(**batch).loss
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -175,7 +186,8 @@ def run(options, model: PreTrainedModel, tokens, length: int, setting: str, step
         setting=setting, length=length, gpus=dist.get_world_size(), steps=steps,
         seconds=[round(each, 4) for each in seconds], step_s=round(last, 4),
         tokens_per_s_gpu=round(length / last / dist.get_world_size(), 1),
-        memory_gib=round(memory, 2), losses=losses, densities=densities, recalls=recalls,
+        memory_gib=round(memory, 2), offload=options.offload, losses=losses,
+        densities=densities, recalls=recalls,
     )  # fmt: skip
 
 
@@ -188,12 +200,13 @@ def main() -> None:
     parser = record.parser(__doc__, "sequences.jsonl")
     parser.add_argument("--model", type=Path, help="a Hugging Face folder or a .gguf file")
     parser.add_argument("--text", type=Path, help="a text file, or its tokens in a .pt file")
-    parser.add_argument("--shape", choices=[*SHAPES, "tiny"])
+    parser.add_argument("--shape", choices=[*SHAPES, *OTHER_SHAPES])
     parser.add_argument("--layers", type=int, help="of the shape, in place of all")
     parser.add_argument("--lengths", nargs="+", type=tokens_of, required=True, help="such as 128K")
     parser.add_argument("--steps", nargs="+", type=int, default=[6], help="for each length")
     settings = ["dense", "target_recall=0.95"]
     parser.add_argument("--settings", nargs="+", default=settings)
+    parser.add_argument("--offload", action="store_true", help="keep activations on the host")
     parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
