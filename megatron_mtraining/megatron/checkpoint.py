@@ -23,9 +23,11 @@ def wrap_generate_state_dict(original):
             saved = copy.copy(saved)
             saved.attention_backend = AttnBackend.auto
             # The first is the command line's, unless layers have settings and targets of their own.
-            reached = [each.state() for each in RUN.steerings if each.moves]
+            moving = [each for each in RUN.steerings if each.moves]
+            reached = [each.state() for each in moving]
             saved.mtraining_price_reached = reached[0] if reached else None
             saved.mtraining_further_prices_reached = reached[1:]
+            saved.mtraining_price_histories = [each.history() for each in moving]
             saved.mtraining_schedule_span = RUN.span_state()
             saved.mtraining_balance_reached = RUN.balance.state(saved)
             state["args"] = saved
@@ -45,8 +47,9 @@ def wrap_check_checkpoint_args(original):
             price = getattr(checkpoint_args, "mtraining_price_reached", None)
             if price is not None:
                 further = getattr(checkpoint_args, "mtraining_further_prices_reached", [])
+                histories = getattr(checkpoint_args, "mtraining_price_histories", [])
                 try:
-                    RUN.restore_prices([price, *further])
+                    RUN.restore_prices([price, *further], histories)
                 except ConfigError as error:
                     raise ConfigError(f"{error}; --finetune leaves the prices out") from None
             if has_schedule(training_arguments()):

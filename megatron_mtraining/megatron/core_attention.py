@@ -316,7 +316,9 @@ class MTrainingAttention(MegatronModule):
             lost = call.observe(density, recall)
         if lost is not None:
             layer = self.layer_number - 1
-            self.steering.observe(lost, layer, self.first_head, exposed, self.head_policies)
+            copies = 1 if self.cp_group is None else self.cp_group.size()
+            policies = self.head_policies
+            self.steering.observe(lost, layer, self.first_head, exposed, policies, copies)
 
 
 def _check_hosts(cp: CPGroup, sizes, place: str) -> None:

@@ -316,6 +316,7 @@ LIVE_STATE = (
         "The settings, defaults filled in, as plain values: arguments are pickled into checkpoints, which "
         "must load without this package. `mtraining_price_reached` in a checkpoint is the state of a "
         "target recall (`mtraining_further_prices_reached`: of those of layers with settings of their own), "
+        "`mtraining_price_histories` what led to these prices, "
         "`mtraining_schedule_span` what a schedule is over, and `mtraining_balance_reached` that of the "
         "estimates of density. "
         "`mtraining_rope_scaling_factor` and `mtraining_rotary_seq_len_interpolation_factor`, set when a "

@@ -162,9 +162,12 @@ class RunState:
         """All that there are."""
         return list(self._steerings.values())
 
-    def restore_prices(self, prices: list) -> None:
+    def restore_prices(self, prices: list, histories: list) -> None:
         """Go on from a checkpoint's prices, which were of all steerings with a target, in the order of the
         layers.
+
+        Args:
+            histories: what led to them; none of checkpoints from before they had any.
 
         Raises:
             ConfigError: there are others now, or it has no prices.
@@ -180,8 +183,8 @@ class RunState:
                 f"the checkpoint has prices of {len(prices)} target recalls, of layers with settings of "
                 f"their own, but this model has {len(steerings)}"
             )
-        for steering, price in zip(steerings, prices):
-            steering.restore(price)
+        for steering, price, history in zip(steerings, prices, histories or [None] * len(prices)):
+            steering.restore(price, history)
 
     def price_of_step(self) -> float | None:
         """The price of the step under way, the median of the heads; None without one."""

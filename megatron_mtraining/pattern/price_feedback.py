@@ -45,6 +45,10 @@ PRIOR = 0.5
 hardly moved, all other slopes are noise."""
 MEMORY = 0.98
 """The share of the largest weight of a step that is left after the next one."""
+KEPT = (
+    "log_prices", "_anchor", "_limit", "_most_seen", "_mean_price", "_mean_loss", "_squares", "_products",
+)  # fmt: skip
+"""The attributes that the next moves follow from."""
 
 
 class PriceFeedback:
@@ -128,6 +132,37 @@ class PriceFeedback:
         return answers | (self._mean_loss >= math.log(NEAR))
 
     def settled(self) -> Tensor:
-        """The logarithms of the prices to go on from another time: of one that has risen far without a slope,
-        the one before, or runs that stop and go on would wind it up."""
+        """The logarithms of the prices to go on from without :meth:`state`: of one that has risen far without
+        a slope, the one before, or runs that stop and go on would wind it up."""
         return torch.where(self.log_prices - self._anchor < REACH, self.log_prices, self._anchor)
+
+    def state(self) -> dict[str, list[float | None]]:
+        """By name, what the next moves follow from, of each price, for JSON: None is not a number. Reads from
+        the device."""
+        rows = torch.stack([getattr(self, name) for name in KEPT]).flatten(1).tolist()
+        return {
+            name.lstrip("_"): [None if math.isnan(each) else each for each in row]
+            for name, row in zip(KEPT, rows)
+        }
+
+    def restore(self, state: dict[str, list[float | None]]) -> None:
+        """Go on from a state of as many prices."""
+        for name in KEPT:
+            row = [math.nan if each is None else each for each in state[name.lstrip("_")]]
+            value = torch.tensor(row, dtype=torch.float32, device=self.log_prices.device)
+            setattr(self, name, value.reshape(self.log_prices.shape))
+
+
+def is_state(state: object, count: int) -> bool:
+    """Whether this is a state of so many prices. Only a mean of no loss yet is not a number."""
+    rows = state if isinstance(state, dict) else {}
+    names = {name.lstrip("_") for name in KEPT}
+    return names <= rows.keys() and all(
+        isinstance(rows[name], list)
+        and len(rows[name]) == count
+        and all(
+            name == "mean_loss" if each is None else isinstance(each, float) and math.isfinite(each)
+            for each in rows[name]
+        )
+        for name in names
+    )

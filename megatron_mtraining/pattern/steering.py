@@ -26,7 +26,7 @@ from ..config import (
 )
 from ..cp_group import RankGroup
 from .constants import constant
-from .price_feedback import RANGE, SLOPE, PriceFeedback
+from .price_feedback import RANGE, SLOPE, PriceFeedback, is_state
 
 __all__ = ["SLOPE", "Steering", "check_prices"]
 
@@ -71,6 +71,7 @@ class Steering:
         self._aim: Tensor | None = None
         self._feedback: PriceFeedback | None = None  # of [layers, heads], or [1, 1]
         self._start = policy.price  # or a table of prices
+        self._history: dict[str, list[float | None]] | None = None  # before the start
         # Float32 [2, layers, heads]: sums of lost attention, and of the rows that could lose some.
         self._seen: Tensor | None = None
 
@@ -153,6 +154,8 @@ class Steering:
         if self._feedback is None:
             start = torch.tensor(self._start, dtype=torch.float32).clamp(*RANGE).log()
             self._feedback = PriceFeedback(start.expand(self._shape).clone().to(device))
+            if self._history is not None:
+                self._feedback.restore(self._history)
         return self._feedback
 
     def observe(
@@ -162,6 +165,7 @@ class Steering:
         first: int = 0,
         exposed: float | Tensor | None = None,
         policies: Sequence[Policy] | None = None,
+        copies: int = 1,
     ) -> None:
         """Count the attention that one call has lost (1 - recall), float32 ``[b, h]``, for the target: of the
         heads from ``first`` on of a layer, both from 0.
@@ -172,6 +176,8 @@ class Steering:
                 to nothing then.
             policies: of these heads; None if all have the run's. Heads without a price say nothing on a price
                 for all.
+            copies: ranks that count this call, or their parts of it: a step weighs as much on any number, or
+                a run that goes on with fewer would take its steps for ones with little to lose.
         """
         if self._target is None or self.is_dense:
             return
@@ -180,6 +186,7 @@ class Steering:
             lost, weight = lost.masked_fill(none, 0), torch.where(none, UNTOLD, 1.0).sum(0)
         else:
             weight = exposed.sum() if isinstance(exposed, Tensor) else exposed * len(lost)
+        lost, weight = lost / copies, weight / copies
         if self._seen is None:
             self._seen = torch.zeros(2, *self._shape, device=lost.device)
         if self._heads:
@@ -233,20 +240,35 @@ class Steering:
         moves it. Those of this step, but for :meth:`.PriceFeedback.settled`. Reads from the device."""
         return self._table(None if self._feedback is None else self._feedback.settled())
 
+    def history(self) -> dict[str, list[float | None]] | None:
+        """What a checkpoint has beside :meth:`state`, for prices that move on as if the run had not stopped;
+        None if nothing has moved them. Reads from the device."""
+        return self._history if self._feedback is None else self._feedback.state()
+
     def _table(self, log_prices: Tensor | None) -> float | list[list[float]] | None:
         if self._target is None or log_prices is None:
             return self._start if self._target is not None else None
         prices = log_prices.exp().tolist()
         return prices if self._heads else prices[0][0]
 
-    def restore(self, price: float | list[list[float]]) -> None:
+    def restore(
+        self,
+        price: float | list[list[float]],
+        history: dict[str, list[float | None]] | None = None,
+    ) -> None:
         """Go on from a checkpoint's price, or prices; one stands for all, and all for one by the median of
         heads that have a price.
+
+        Args:
+            history: the checkpoint's :meth:`history`; None if it is from before there was one. It does not
+                count where one price stands for all, or all for one.
 
         Raises:
             ConfigError: the checkpoint is of another number of layers or heads, or has no prices.
         """
         check_prices(price)
+        if isinstance(price, list) != self._heads:
+            history = None
         if isinstance(price, list):
             if not self._heads:
                 price = _median(price, self.config, self._layers)
@@ -256,7 +278,14 @@ class Steering:
                     f"model has {self._shape[0]} and {self._shape[1]}: leave the prices out, or use "
                     f"{option('target_scope')} model"
                 )
-        self._start, self._feedback = price, None
+        if history is not None:
+            if not is_state(history, math.prod(self._shape)):
+                raise ConfigError(
+                    "the checkpoint has a history of prices that cannot be read: it was written by another "
+                    "version of this package, or is damaged"
+                )
+            price = self._table(torch.tensor(history["log_prices"]).reshape(self._shape))
+        self._start, self._feedback, self._history = price, None, history
 
     def typical(self) -> Tensor | None:
         """This step's price, the median of heads that have one: float32 ``[]``, on the device. None if

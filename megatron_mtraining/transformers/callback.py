@@ -71,7 +71,7 @@ class PatternCallback(TrainerCallback, ExportableState):
             return
         prices = kept.get("prices")
         if prices is not None:
-            steering.restore(prices)
+            steering.restore(prices, kept.get("history"))
         else:
             warnings.warn(
                 "the checkpoint has no prices, which a target recall moves: they start from "
@@ -164,8 +164,12 @@ class PatternCallback(TrainerCallback, ExportableState):
         """What goes into a checkpoint's ``trainer_state.json``."""
         if self._pattern is None:
             return {"args": {}, "attributes": {}}
-        span, prices = self._pattern.span, self._pattern.steering.state()
-        found = {"prices": prices, "span": span and [span.begin, span.end]}
+        span, steering = self._pattern.span, self._pattern.steering
+        found = {
+            "prices": steering.state(),
+            "history": steering.history(),
+            "span": span and [span.begin, span.end],
+        }
         return {"args": {}, "attributes": {k: v for k, v in found.items() if v is not None}}
 
 

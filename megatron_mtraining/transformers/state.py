@@ -207,7 +207,9 @@ class PatternState:
         elif training:
             first = 0 if parallel is None else parallel.heads.start
             policies = self.policies(layer, parallel)
-            self.steering.observe(1 - recall, layer, first, exposed, policies)
+            in_ring = parallel is not None and parallel.ring is not None
+            copies = parallel.ranks.world if in_ring else 1
+            self.steering.observe(1 - recall, layer, first, exposed, policies, copies)
             if TIMES.on:
                 caps = Caps.of(policies or (self.config.policy,) * density.shape[1], self.config)
                 if caps is not None:

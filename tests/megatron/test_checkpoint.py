@@ -8,10 +8,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.balance.estimates import DensityEstimates
+from megatron_mtraining.cp_group import RankGroup
 from megatron_mtraining.megatron import checkpoint, register, run_state
 from megatron_mtraining.megatron.balance import run as run_balance
 from megatron_mtraining.megatron.checkpoint import (
@@ -117,12 +119,29 @@ def test_layers_with_settings_of_their_own_go_on_at_their_prices(monkeypatch):
     first, second = run(own, of_run)  # the first layer has its own
     first.restore([[0.5] * 2] * 2)
     second.restore([[0.7] * 2] * 2)
-    saved = state_of(args)["args"]
+
+    def move(steering):
+        price = steering.price(torch.device("cpu"), 0, 0, 2)
+        steering.observe(0.9 * price[None])
+        steering.advance(1, RankGroup(None))
+
+    for steering in (first, second):
+        move(steering)
+    saved = pickle.loads(pickle.dumps(state_of(args)["args"]))
+    reached = saved.mtraining_price_reached, *saved.mtraining_further_prices_reached
+    assert reached == (first.state(), second.state())
     restore = wrap_check_checkpoint_args(lambda checkpoint_args: None)
-    first, second = run(own, of_run)
+    ended, (first, second) = (first, second), run(own, of_run)
     restore(saved)
-    assert (first.now(), second.now()) == (0.5, 0.7)
+    assert (first.state(), second.state()) == reached
+    for before, after in zip(ended, (first, second)):
+        assert after.history() == before.history()
+        move(before)
+        move(after)
+        assert after.history() == before.history(), "it moves as if there had been no stop"
+    saved.mtraining_price_reached = [[0.5] * 2] * 2
     del saved.mtraining_further_prices_reached  # as checkpoints used to be
+    del saved.mtraining_price_histories
     first, second = run(own, of_run)
     restore(saved)
     assert first.now() == 0.5

@@ -229,6 +229,58 @@ def test_heads_without_a_price_do_not_move_and_do_not_count(tmp_path):
     assert fixed.state() is None and fixed.now() is None, "no head has a price"
 
 
+@pytest.mark.parametrize("scope", ["head", "model"])
+@pytest.mark.parametrize("stop", [0, 2, 12, 30])
+def test_prices_go_on_as_if_the_run_had_not_stopped(stop, scope):
+    """From steps in which they fall far, and where no loss answers to them, through a checkpoint's JSON."""
+    config = MTrainingConfig.from_options(target_recall=0.95, price=20.0, target_scope=scope)
+    shape, lost = (2, 2), torch.tensor([[0.3, 1e-7], [0.9, 0.02]])
+
+    def go(steering, steps):
+        found = []
+        for step in steps:
+            draw = torch.Generator().manual_seed(step)
+            for layer in range(2):
+                price = steering.price(CPU, layer, 0, 2)
+                of_step = lost[layer] * price**0.7 * (0.5 + torch.rand(2, generator=draw))
+                exposed = 0.3 + 0.7 * torch.rand(1, generator=draw)
+                steering.observe(exposed * of_step.clamp(max=1)[None], layer, exposed=exposed)
+            steering.advance(step + 1, ALONE)
+            found.append(torch.stack([steering.price(CPU, layer, 0, 2) for layer in range(2)]))
+        return found
+
+    expected, steering = go(Steering(config, shape=shape), range(60)), Steering(config, shape=shape)
+    go(steering, range(stop))
+    now = steering.now()
+    for _ in range(2):  # the second time before its first step
+        saved = json.loads(json.dumps([steering.state(), steering.history()], allow_nan=False))
+        steering = Steering(config, shape=shape)
+        steering.restore(*saved)
+        assert steering.now() == pytest.approx(now)
+    found = go(steering, range(stop, 60))
+    assert all(map(torch.equal, found, expected[stop:]))
+    # Checkpoints from before a history, and runs of another scope, have the prices alone.
+    steering.restore(saved[0])
+    assert steering.history() is None
+    other = "model" if scope == "head" else "head"
+    other = Steering(
+        replace(config, policy=replace(config.policy, target_scope=other)), shape=shape
+    )
+    other.restore(*saved)
+    assert other.history() is None
+
+
+@pytest.mark.parametrize(
+    "wrong", ["x", {}, dict(limit=[0.5]), dict(limit=[None]), dict(limit=["x"] * 4)]
+)
+def test_what_is_no_history_is_not_restored(wrong):
+    steering = Steering(MTrainingConfig.from_options(target_recall=0.9), shape=(2, 2))
+    steering.price(CPU, 0, 0, 2)
+    history = wrong if wrong in ("x", {}) else steering.history() | wrong
+    with pytest.raises(ConfigError, match="the checkpoint has a history of prices that cannot"):
+        steering.restore(steering.state(), history)
+
+
 def _steer_heads(rank, world):
     """Rank 0 and 1: data-parallel copies of layer 0's first head; 2: its second; 3: layer 1."""
     steering = Steering(MTrainingConfig.from_options(price=1.0, target_recall=0.9), shape=(2, 2))

@@ -147,6 +147,7 @@ def train(
             for name, weight in model.named_parameters() if weight.requires_grad
         },
         means=[*take_means(model), *backward], prices=state_of(model).steering.state(),
+        history=state_of(model).steering.history(),
     )  # fmt: skip
 
 

@@ -15,12 +15,13 @@ def arguments(kind, folder, **more):
     )
 
 
-def trainer_of(model, folder, **more):
+def trainer_of(model, folder, callbacks=(), **more):
     from transformers import Trainer, TrainingArguments
 
     rows = torch.randint(1, 97, (8, SEQ), generator=torch.Generator().manual_seed(2))
     data = [{"input_ids": row, "labels": row} for row in rows]
-    return Trainer(model, arguments(TrainingArguments, folder, **more), train_dataset=data)
+    options = arguments(TrainingArguments, folder, **more)
+    return Trainer(model, options, train_dataset=data, callbacks=[*callbacks])
 
 
 def logged(trainer):

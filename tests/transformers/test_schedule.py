@@ -203,7 +203,9 @@ def test_a_target_schedule(tmp_path):
     assert column(whole, "mtraining_density")[1] < 1 == column(whole, "mtraining_density")[2]
     kept = json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())
     kept = kept["stateful_callbacks"]["PatternCallback"]["attributes"]
-    assert kept == {"span": [0, 4], "prices": state_of(whole.model).steering.state()}
+    steering = state_of(whole.model).steering
+    expected = {"span": [0, 4], "prices": steering.state(), "history": steering.history()}
+    assert kept == expected
     for done in (1, 2, 3):
         resumed = run(tmp_path / "again", config, tmp_path / f"checkpoint-{done}", steps=4)
         assert column(resumed, "loss") == pytest.approx(column(whole, "loss"), rel=1e-4)

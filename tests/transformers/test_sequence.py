@@ -55,6 +55,9 @@ def assert_as_alone(world, cases):
             if expected["prices"] is not None:
                 prices = [torch.tensor(one["prices"]) for one in (each, expected)]
                 torch.testing.assert_close(*prices, rtol=1e-4, atol=1e-4, msg=message)
+            if expected["history"] is not None:  # a step weighs as much on any number of ranks
+                weights = [one["history"]["most_seen"] for one in (each, expected)]
+                assert weights[0] == pytest.approx(weights[1], rel=1e-5)
 
 
 def test_two_ranks():

@@ -49,6 +49,42 @@ def test_trainer_moves_prices_keeps_them_and_logs_the_pattern(tmp_path):
         run(tmp_path / "moved", 2, str(tmp_path / "fixed" / "checkpoint-1"))
 
 
+@pytest.mark.parametrize("scope", ["head", "model"])
+def test_prices_go_on_from_a_checkpoint_as_without_a_stop(scope, tmp_path):
+    """Also from the first steps, in which prices move fast. All but the weights is as in the first run."""
+    from transformers import TrainerCallback
+
+    settings = MTrainingConfig.from_options(
+        target_recall=0.95, target_scope=scope, price=20.0, block_size=64, window=64
+    )
+
+    def run(folder, resume=None):
+        found = {}
+
+        class Prices(TrainerCallback):
+            def on_step_end(self, args, state, control, **kwargs):
+                pattern = state_of(trainer.model)
+                of_layers = [pattern.price(layer, torch.device("cpu")) for layer in range(2)]
+                found[state.global_step] = torch.stack(of_layers).tolist()
+
+        model = small_model(num_hidden_layers=2)
+        options = dict(save_strategy="steps", save_steps=1, per_device_train_batch_size=1)
+        trainer = trainer_of(
+            model, folder, max_steps=8, learning_rate=1e-3, callbacks=[Prices()], **options
+        )
+        configure(model, settings)
+        trainer.train(resume_from_checkpoint=resume)
+        return found
+
+    whole = run(tmp_path / "whole")
+    assert len({str(each) for each in whole.values()}) == 8, "they move in each step"
+    for done in (1, 3, 6):
+        resumed = run(tmp_path / "resumed", str(tmp_path / "whole" / f"checkpoint-{done}"))
+        assert list(resumed) == list(range(done + 1, 9))
+        for step, found in resumed.items():
+            assert found == whole[step], (done, step)
+
+
 def test_the_log_has_times_caps_and_the_backward_and_warns_once(tmp_path, recwarn):
     """Times and caps of all logged steps but the first of the process, which compiles."""
     settings = MTrainingConfig.from_options(
