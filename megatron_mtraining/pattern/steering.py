@@ -186,7 +186,8 @@ class Steering:
             lost, weight = lost.masked_fill(none, 0), torch.where(none, UNTOLD, 1.0).sum(0)
         else:
             weight = exposed.sum() if isinstance(exposed, Tensor) else exposed * len(lost)
-        lost, weight = lost / copies, weight / copies
+        if copies > 1:
+            lost, weight = lost / copies, weight / copies
         if self._seen is None:
             self._seen = torch.zeros(2, *self._shape, device=lost.device)
         if self._heads:
