@@ -145,6 +145,7 @@ FIGURES: dict[str, Callable[[], str]] = {
         step_tables.of_two_gpus("qwen2.5-3b", 65536)["iter_ms"] / 1000
     ),
     "fa4_over_cudnn": lambda: f"{peer_tables.fa4_over_cudnn():.2f}",
+    "fa4_over_cudnn_64": lambda: f"{peer_tables.fa4_over_cudnn_on_operands():.2f}",
     "real_price": lambda: real_times(131072, 0.31),
     "real_price_speech": lambda: real_times(131072, 0.31, text="speech"),
     "real_gpu": lambda: cell("{gpu:gpu}", real_share(131072, 0.31, 0.0)[0]),
@@ -174,6 +175,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "backward_paths": kernel_tables.backward_paths,
     "loss": kernel_tables.loss,
     "peers": peer_tables.peers,
+    "peers_operands": peer_tables.operands,
     "peers_refused": peer_tables.refused,
     "matrix": compatibility_tables.matrix,
     "refusals": compatibility_tables.refusals,
@@ -209,6 +211,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "later_tokens": real_tables.later_tokens,
     "price_costs": real_tables.price_costs,
     "real_operands": real_tables.real_operands,
+    "real_block_lists": real_tables.block_lists,
     "ablations_by_loss": ablation_tables.by_loss,
     "ablations_by_time": ablation_tables.by_time,
     "ablations_by_ring": ablation_tables.by_ring,

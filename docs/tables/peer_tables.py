@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+
 from .common import Row, Table, cell, grouped, rows, values
 
 NAMES = {
@@ -17,6 +19,10 @@ NAMES = {
     "flash_msa": "flash-msa",
 }
 OPS = ("forward", "backward")
+
+
+OF_MODEL = re.compile(r" \S+ \S+ layer \d+$")
+"""What the names of cases of a model's operands end with, ``MODEL TEXT layer N``."""
 
 
 def peer_rows() -> dict[str, dict[tuple[str, str], Row]]:
@@ -40,9 +46,12 @@ def fa4_over_cudnn() -> float:
 
 
 def _ran(_: list[Row]) -> list[Row]:
-    """A row for each case and peer that ran. A peer that refuses a case both ways is in :data:`refused`."""
+    """A row for each case of random operands and each peer that ran. A peer that refuses a case both ways is
+    in :data:`refused`."""
     found = []
-    for case in peer_rows().values():
+    for name, case in peer_rows().items():
+        if OF_MODEL.search(name):
+            continue
         for peer in dict.fromkeys(peer for peer, _ in case):
             pair = [case[peer, op] for op in OPS]
             if any(row["ms"] is not None for row in pair):
@@ -93,6 +102,81 @@ peers = Table(
 )
 
 
+def _on_operands(_: list[Row]) -> list[Row]:
+    """For each length and peer the rows of a model's layers."""
+    layers = [
+        row for name, case in peer_rows().items() if OF_MODEL.search(name) for row in case.values()
+    ]
+    groups = grouped(layers, lambda row: values(row, "seq", "peer"))
+    return [
+        {**some[0], "used": some}
+        for some in groups.values()
+        if any(row["ms"] is not None for row in some)
+    ]
+
+
+def _sums(row: Row) -> list[float | None]:
+    """Milliseconds of all layers, forward and backward; None of what did not run."""
+    both = ([each["ms"] for each in row["used"] if each["op"] == op] for op in OPS)
+    return [None if None in found else sum(found) for found in both]
+
+
+def fa4_over_cudnn_on_operands() -> float:
+    """How many times as fast FlashAttention-4's dense attention is as cuDNN's on a model's layers, with heads
+    of 64, at 128K tokens."""
+    whole = {
+        row["peer"]: sum(filter(None, _sums(row)))
+        for row in _on_operands([])
+        if row["seq"] == 131072
+    }
+    return whole["cudnn"] / whole["fa4"]
+
+
+def _operand_ms(row: Row) -> str:
+    return " / ".join("none" if each is None else f"{each:.3g}" for each in _sums(row))
+
+
+def _operand_over(row: Row) -> str:
+    """A peer's times over this package's."""
+    own = next(
+        each
+        for each in _on_operands([])
+        if (each["seq"], each["peer"]) == (row["seq"], "mtraining")
+    )
+    pairs = zip(_sums(row), _sums(own))
+    return " / ".join(
+        "none" if each is None or of is None else f"{each / of:.2f}" for each, of in pairs
+    )
+
+
+def _operand_rates(row: Row) -> str:
+    found = []
+    for op in OPS:
+        rates = [each["share_of_cudnn"] for each in row["used"] if each["op"] == op]
+        found.append("none" if None in rates else f"{min(rates):.2f} to {max(rates):.2f}")
+    return " / ".join(found)
+
+
+def _operand_density(row: Row) -> str:
+    found = [each["density"] or 1.0 for each in row["used"] if each["ms"] is not None]
+    return cell("{x:share}", x=round(sum(found) / len(found), 4))
+
+
+operands = Table(
+    "peers",
+    {
+        "tokens": "{seq:K}",
+        "kernel": lambda row: NAMES[row["peer"]],
+        "density": _operand_density,
+        "ms, all layers": _operand_ms,
+        "rate over cuDNN dense, by layer": _operand_rates,
+        "time over this package's": _operand_over,
+    },
+    find=_on_operands,
+)
+"""On the operands of a model's layers."""
+
+
 def _refusals(_: list[Row]) -> list[Row]:
     """What did not run: a row for each peer, version and reason."""
     missing = (row for case in peer_rows().values() for row in case.values() if row["ms"] is None)
@@ -109,7 +193,9 @@ refused = Table(
             op for op in OPS if any(each["op"] == op for each in row["used"])
         ),
         "why": lambda row: row["why"].replace("|", "\\|"),
-        "cases": lambda row: ", ".join(dict.fromkeys(each["case"] for each in row["used"])),
+        "cases": lambda row: ", ".join(
+            dict.fromkeys(OF_MODEL.sub(" of a model", each["case"]) for each in row["used"])
+        ),
     },
     find=_refusals,
 )

@@ -11,7 +11,7 @@ from benchmarks.model.mean_cost import cases, share
 from benchmarks.model.real_operands import SETTINGS
 
 from . import frontier_tables
-from .common import Columns, Row, Table, cell, last, mean, rows, values
+from .common import Columns, Row, Table, cell, grouped, last, mean, rows, values
 
 THRESHOLD = 3
 
@@ -44,6 +44,11 @@ def _time(layers: list[Row]) -> str:
     return cell("{x:.3f}", x=share(layers, "dense")) if layers else ""
 
 
+def _over_fa4(layers: list[Row]) -> str:
+    """Over FlashAttention-4's dense attention; empty where that was not measured."""
+    return cell("{x:.3f}", x=share(layers, "fa4"))
+
+
 def _range(row: Row) -> str:
     found = [share([layer], "dense") for layer in row["used"]]
     return f"{min(found):.3f} to {max(found):.3f}"
@@ -56,6 +61,7 @@ real_operands = Table(
         "price": lambda row: f"{row['price']:g}" if row["price"] else "0 (dense forward)",
         "density": lambda row: cell("{x:share}", x=mean(row["used"], "density")),
         "time / cuDNN dense": lambda row: _time(row["used"]) if row["price"] else "",
+        "/ FlashAttention-4 dense": lambda row: _over_fa4(row["used"]) if row["price"] else "",
         "with threshold 3": lambda row: _time(row["pruned"]),
         "backward's density there": lambda row: (
             cell("{x:share}", x=mean(row["pruned"], "backward_density")) if row["pruned"] else ""
@@ -66,6 +72,36 @@ real_operands = Table(
     find=_settings,
     order=lambda row: (row["seq"], row["text"], row["price"] == 0, row["price"]),
 )
+
+
+def _block_lists(found: list[Row]) -> list[Row]:
+    """The newest row of each layer, by text and length."""
+    layers = last(found, "gpu", "model", "text", "seq", "block_threshold", "layer")
+    groups = grouped(layers, lambda row: (row["text"], row["seq"], row["block_threshold"]))
+    return [dict(some[0], used=some) for some in groups.values()]
+
+
+def _sum(part: str):
+    return lambda row: f"{sum(each[f'{part}_ms'] for each in row['used']):.3g}"
+
+
+block_lists = Table(
+    "real_operands",
+    {
+        "text, tokens": "{text}, {seq:K}",
+        "threshold": "{block_threshold:g}",
+        "density": lambda row: cell("{x:share}", x=mean(row["used"], "density")),
+        "search, ms": _sum("search"),
+        "forward": _sum("forward"),
+        "backward": _sum("backward"),
+        "time / cuDNN dense": lambda row: _time(row["used"]),
+        "/ FlashAttention-4 dense": lambda row: _over_fa4(row["used"]),
+    },
+    where=lambda row: row.get("policy") == "xattention",
+    find=_block_lists,
+    order=lambda row: (row["text"], row["seq"]),
+)
+"""Policy xattention."""
 
 
 def by_density(density: float, seq: int = 131072, text: str = "code") -> float | None:

@@ -269,7 +269,7 @@ sft = Table(
 
 
 def _faster(row: Row) -> str:
-    same = ("model", "layers", "length", "gpus", "gpu", "commit")
+    same = ("model", "layers", "length", "gpus", "steps", "gpu", "commit")
     dense = [
         each
         for each in rows("sequences")
@@ -310,20 +310,31 @@ def _projected(row: Row) -> str:
     return f"{row['step_s'] * 36 / row['layers'] * row['gpus'] / 8:.0f}"
 
 
+def _shapes(found: list[Row]) -> list[Row]:
+    """The newest row of each case; rows from before there was a choice kept activations on the GPU."""
+    cases = ({**row, "offload": row.get("offload", False)} for row in found)
+    return last(cases, "model", "length", "setting", "gpus", "gpu", "offload")
+
+
 sequences_shapes = Table(
     "sequences",
     {
         "shape, layers": "{model}, {layers}",
         "tokens": "{length:K}",
         "GPUs": "{gpus}",
-        "attention": lambda row: "dense" if row["setting"] == "dense" else "pattern",
+        "attention": lambda row: (
+            ("dense" if row["setting"] == "dense" else "pattern")
+            + (", activations on the host" if row.get("offload") else "")
+        ),
         "density": _at_end("densities", "densities:share"),
         "s / step": "{step_s:.2f}",
+        "over dense": _faster,
         "peak GiB": "{memory_gib:.1f}",
         "36 layers, 8 GPUs, projected: s / step": _projected,
     },
-    where=lambda row: row["model"] != "coder.gguf",
-    newest=("model", "length", "setting", "gpus", "gpu"),
+    # A run's first step also compiles.
+    where=lambda row: row["model"] != "coder.gguf" and row["steps"] > 1,
+    find=_shapes,
     order=lambda row: (row["model"], row["length"], row["gpus"]),
 )
 """Time and memory of shapes with random weights."""
@@ -396,16 +407,20 @@ training = Table(
 )
 
 
-def _logging() -> Row:
-    return rows("logging")[-1]
+def _logging(attention: str = "mtraining") -> Row:
+    return [row for row in rows("logging") if row["attention"] == attention][-1]
+
+
+def _logged(attention: str = "mtraining") -> float:
+    """Milliseconds that a logged step takes more."""
+    return _logging(attention)["logged_ms"] - _logging(attention)["unlogged_ms"]
 
 
 LOGGING = {
     "logging_step": lambda: cell("{x:.2f} s", x=_logging()["unlogged_ms"] / 1000),
     "logging_gpu": lambda: cell("{world} {gpu:gpu}", _logging()),
-    "logging_ms": lambda: f"{_logging()['logged_ms'] - _logging()['unlogged_ms']:.0f} ms",
-    "logging_cost": lambda: (
-        f"{100 * (_logging()['logged_ms'] / _logging()['unlogged_ms'] - 1):.1f}%"
-    ),
+    "logging_ms": lambda: f"{_logged():.0f} ms",
+    "logging_cost": lambda: f"{100 * _logged() / _logging()['unlogged_ms']:.1f}%",
+    "logging_dense_ms": lambda: f"{_logged('fused'):.0f} ms",
 }
 """What a logged step takes more."""
