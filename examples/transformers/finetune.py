@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from shared import (
     tokenizer_of,
     training,
 )
+from torch.autograd.graph import save_on_cpu
 from transformers import Trainer, TrainingArguments
 from transformers.utils import is_liger_kernel_available
 
@@ -45,6 +47,10 @@ def options_parser():
         "--sequence-ranks", type=positive, metavar="N",
         help="ranks of torchrun that share each sequence; with --dense 1 (default: all)",
         default=None,
+    )  # fmt: skip
+    parser.add_argument(
+        "--offload", action="store_true",
+        help="keep what layers leave for the backward in the host's memory",
     )  # fmt: skip
     return parser
 
@@ -99,9 +105,18 @@ def packed(options, arguments, tokenizer) -> Packed:
 
 
 class TextTrainer(Trainer):
-    """Logs tokens per second since the last log, over all GPUs, besides what ``Trainer`` logs."""
+    """Logs tokens per second since the last log, over all GPUs, besides what ``Trainer`` logs.
+
+    Attributes:
+        offloads: whether what layers leave for the backward is kept in the host's memory.
+    """
 
     since: tuple[int, float] | None = None
+    offloads = False
+
+    def compute_loss(self, *args, **kwargs):
+        with save_on_cpu(pin_memory=True) if self.offloads else nullcontext():
+            return super().compute_loss(*args, **kwargs)
 
     def training_step(self, *args, **kwargs):
         if self.since is None:
@@ -175,6 +190,7 @@ def train(options) -> None:
     if world == 1:
         keep_bf16_between_layers(model)
     trainer = TextTrainer(model, arguments, train_dataset=sequences, processing_class=tokenizer)
+    trainer.offloads = options.offload
     if not options.dense:
         configure(trainer.model, settings, sequence_parallel=trainer if ranks > 1 else None)
     trainer.train(resume_from_checkpoint=checkpoint)

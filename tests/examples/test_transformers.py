@@ -108,7 +108,7 @@ def test_finetune(folder, script, tmp_path):
     given = folder / "model", folder / "texts.jsonl", output
     more = dict(length=640, rope_factor=2, batch=2, learning_rate=1e-3)
     main(options(*given, steps=1, **more))
-    main(options(*given, steps=2, resume=True, **more))
+    main(options(*given, steps=2, resume=True, offload=True, **more))
     log = log_of(output, 2)
     assert [entry["step"] for entry in log] == [1, 2]
     assert_logged(log, "tokens_per_second")
@@ -170,7 +170,7 @@ def test_ranks_that_share_a_sequence_train_as_one(folder, script, tmp_path):
     given = folder / "model", folder / "texts.jsonl"
     more = dict(steps=2, learning_rate=1e-3)
     script("finetune").main(options(*given, tmp_path / "one", **more))
-    run_ranks(2, train_rank, options(*given, tmp_path / "two", **more))
+    run_ranks(2, train_rank, options(*given, tmp_path / "two", offload=True, **more))
     names = ("loss", "grad_norm", "mtraining_density", "mtraining_recall")
     one, two = (
         [[entry[name] for name in names] for entry in log_of(tmp_path / place, 2)]
