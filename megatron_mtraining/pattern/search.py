@@ -2,8 +2,8 @@
 """The pattern search: the pattern of one attention call, from its own queries and keys.
 
 All ranks select the same, from numbers that are alike on all of them. Nothing is read back to the host but
-the number of block-list entries, where the policies do not bound it. What selects is each policy's selector
-(:mod:`.selector`); where everything is kept, nothing does.
+the number of block-list entries of long sequences, where the policies do not bound it. What selects is each
+policy's selector (:mod:`.selector`); where everything is kept, nothing does.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def search_pattern(
 
     Returns:
         The same index on all ranks. Block lists (policies xattention, moba) differ: each rank has the lists
-        of its own queries. Making them waits for the device once, but not if all heads have moba.
+        of its own queries. Making them waits for the device once with long sequences, but not if all heads
+        have moba.
 
     Raises:
         ConfigError: see :func:`check_search`.
