@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -121,10 +121,13 @@ class Selector(ABC):
         """Heads with equal kinds share a selector. By default one takes all policies of its type."""
         return cls
 
+    reads_query: ClassVar[bool] = True
+    """Whether it reads ``query``. A CUDA graph that holds it has a copy of that then."""
+
     @classmethod
     def is_captured(cls, world: int) -> bool:
-        """Whether a CUDA graph may hold it (:mod:`.search_graph`): it does not read ``query`` and
-        ``call.gather_keys``, nor anything back to the host."""
+        """Whether a CUDA graph may hold it (:mod:`.search_graph`): it does not read ``call.gather_keys``, nor
+        anything back to the host."""
         return False
 
 

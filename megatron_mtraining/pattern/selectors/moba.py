@@ -22,6 +22,8 @@ class MobaSelector(KeyBlockSelector):
     Means are in float64, rounded to integers whose products add up exactly: so the scores, rounded to
     float32, are the same bits in whatever order they are summed. The rounding of a block depends on that
     block alone: no later key changes how earlier ones compare.
+
+    Not captured in a graph: cuBLAS would keep the memory that it works in after the graph is gone.
     """
 
     policy: MobaPolicy

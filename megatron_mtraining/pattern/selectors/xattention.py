@@ -21,6 +21,10 @@ class XAttentionSelector(KeyBlockSelector):
 
     policy: XAttentionPolicy
 
+    @classmethod
+    def is_captured(cls, world: int) -> bool:
+        return world == 1  # the query block before is another rank's
+
     def choose(self, query: Tensor, key: Tensor, call: BlockCall) -> Tensor:
         cp, block_size, policy = call.cp, call.block_size, self.policy
         if block_size % policy.stride or block_size // policy.stride > 128:
