@@ -10,6 +10,11 @@ MAX_BLOCKS = 32768
 blocks of 128 tokens this is 4M tokens."""
 
 
+def fits_int32(count: int) -> bool:
+    """Whether numbers up to this one fit into 32 bits with a sign."""
+    return count < 2**31
+
+
 def check_blocks_per_round(seq_length: int, block_size: int, world: int, inner: int) -> None:
     """Raise ValueError if the ``inner`` ranks of a round have more than :data:`MAX_BLOCKS` blocks."""
     rounds = world // inner

@@ -27,6 +27,7 @@ ONE = tl.constexpr(2**23)
 def _antidiagonal_kernel(
     q_ptr,  # [s', b, h, D]
     k_ptr,  # [W, s, b, hk, D]
+    seen_from_ptr,  # [b, nb], or None
     # Outputs
     parts_ptr,  # [b, h, s' / STRIDE, NB]
     lse_ptr,  # [b, h, s' / STRIDE]
@@ -40,6 +41,7 @@ def _antidiagonal_kernel(
     num_rows,  # of squares
     first_block,
     num_blocks,
+    local_blocks,
     scale_log2,
     # Layout
     rank,
@@ -66,13 +68,18 @@ def _antidiagonal_kernel(
     # The row's number over all ranks.
     own = block_at(first_block + row // SQUARES, rank, world, inner) * SQUARES + row % SQUARES
     last = tl.max(tl.where(row_mask, own, 0), 0)
+    begin = 0
+    if seen_from_ptr is not None:
+        q_block = bh // HEADS * local_blocks + first_block + row // SQUARES
+        seen_from = tl.load(seen_from_ptr + q_block, mask=row_mask, other=0) * SQUARES  # [BLOCK_M]
+        begin = tl.min(tl.where(row_mask, seen_from, last), 0) // BLOCK_N * BLOCK_N
     d = row_dims(D)
     q_ptr = q_ptr + row.to(tl.int64)[:, None] * STRIDE * stride_qm + d[None, :]
     parts_ptr += (bh * num_rows + row)[:, None] * num_blocks
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     # Tiles begin at the same keys for all rows of all ranks: sums are the same on any number of ranks.
-    for first in range(0, last + 1, BLOCK_N):
+    for first in range(begin, last + 1, BLOCK_N):
         square = first + tl.arange(0, BLOCK_N)  # [BLOCK_N]
         square_mask = square < num_blocks * SQUARES
         source, local_block = owner_of(square // SQUARES, world, inner)
@@ -87,6 +94,8 @@ def _antidiagonal_kernel(
             # [BLOCK_M, D] x [D, BLOCK_N]
             scores = tl.dot(q, tl.trans(k), scores, input_precision=PREC)
         mask = (own[:, None] >= square[None, :]) & square_mask[None, :]
+        if seen_from_ptr is not None:
+            mask &= square[None, :] >= seen_from[:, None]
         scores = tl.where(mask, scores * scale_log2, float("-inf"))
         scores = tl.reshape(scores, [BLOCK_M, BLOCKS, SQUARES])
         part_max = tl.max(scores, 2)
@@ -99,7 +108,9 @@ def _antidiagonal_kernel(
     tl.store(lse_ptr + bh * num_rows + row, row_max + tl.math.log2(row_sum), mask=row_mask)
 
 
-def antidiagonal_lse(query, keys, stride, block_size, first_block, rank, inner, softmax_scale):
+def antidiagonal_lse(
+    query, keys, stride, block_size, first_block, rank, inner, softmax_scale, seen_from=None
+):
     query_len, batch, heads, dim = query.shape
     world, num_blocks = keys.shape[0], keys.shape[0] * keys.shape[1] // block_size
     num_rows = query_len // stride
@@ -112,6 +123,7 @@ def antidiagonal_lse(query, keys, stride, block_size, first_block, rank, inner, 
         (cdiv(num_rows, tile.block_m), batch * heads),
         q_ptr=query,
         k_ptr=keys,
+        seen_from_ptr=seen_from,
         parts_ptr=parts,
         lse_ptr=lse,
         stride_qm=query.stride(0),
@@ -124,6 +136,7 @@ def antidiagonal_lse(query, keys, stride, block_size, first_block, rank, inner, 
         num_rows=num_rows,
         first_block=first_block,
         num_blocks=num_blocks,
+        local_blocks=num_blocks // world,
         scale_log2=softmax_scale * LOG2E.value / stride,
         rank=rank,
         world=world,

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from ..common.launch import cdiv, launch, next_power_of_2
 from ..common.tiles import block_at, owner_of
+from ..limits import fits_int32
 
 
 @triton.jit
@@ -174,11 +175,12 @@ def block_list_offsets(blocks, member, world, inner, rank):
     batch, heads, local_blocks, _ = blocks.shape
     lines = batch * heads * local_blocks
 
-    def zeros(*shape):
-        return torch.zeros(shape, dtype=torch.int32, device=blocks.device)
-
-    round_counts, rank_counts = zeros(lines * (world // inner) + 1), zeros(lines * world + 1)
-    num_extra = zeros(batch, heads, local_blocks)
+    # The prefix counts begin with 0; all else is written.
+    sizes = lines * (world // inner) + 1, lines * world + 1
+    counts = torch.zeros(sum(sizes), dtype=torch.int32, device=blocks.device)
+    round_counts, rank_counts = counts.split(sizes)
+    shape = batch, heads, local_blocks
+    num_extra = torch.empty(shape, dtype=torch.int32, device=blocks.device)
     _launch_both(
         blocks,
         member,
@@ -192,7 +194,8 @@ def block_list_offsets(blocks, member, world, inner, rank):
         inner=inner,
         rank=rank,
     )
-    return round_counts.cumsum(0), rank_counts.cumsum(0), num_extra.sum(-1)
+    dtype = torch.int32 if fits_int32(blocks.numel()) else torch.int64
+    return round_counts.cumsum(0, dtype=dtype), rank_counts.cumsum(0, dtype=dtype), num_extra
 
 
 def block_lists(blocks, member, world, inner, rank, round_ptr, rank_ptr, capacity):

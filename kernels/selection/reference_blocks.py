@@ -22,6 +22,7 @@ def antidiagonal_lse(
     rank: int,
     inner: int,
     softmax_scale: float,
+    seen_from: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-sum-exp of antidiagonal scores by key block: each score is a sum over ``stride`` queries and keys.
 
@@ -30,10 +31,13 @@ def antidiagonal_lse(
         keys: ``[W, s, b, hk, d]``, the keys of all ranks, in whole blocks.
         stride: tokens that one row of scores stands for; divides the block size.
         rank, inner: the striped layout, and the rank whose queries these are.
+        seen_from: int32 ``[b, nb]``, contiguous: the first key block that counts, of each query block of the
+            rank; None if all count.
 
     Returns:
-        parts: ``[b, h, s' / stride, NB]``, base-2 log-sum-exp over each key block; -inf for later blocks.
-        lse: ``[b, h, s' / stride]``, over all keys.
+        parts: ``[b, h, s' / stride, NB]``, base-2 log-sum-exp over each key block; -inf for later blocks and
+            those that do not count.
+        lse: ``[b, h, s' / stride]``, over all of these.
 
         float32; float64 from the reference implementation. The bits of a row do not depend on the number of
         ranks.
@@ -50,7 +54,11 @@ def antidiagonal_lse(
     scores = q.flip(3).flatten(-2) @ k.flatten(-2).transpose(-1, -2)
     row = torch.arange(len(query) // stride, device=device)
     own = block_at(first_block + row // squares, rank, world, inner) * squares + row % squares
-    seen = own[:, None] >= torch.arange(scores.shape[-1], device=device)
+    square = torch.arange(scores.shape[-1], device=device)
+    seen = own[:, None] >= square
+    if seen_from is not None:
+        first = seen_from[:, first_block + row // squares, None] * squares
+        seen = seen & (square >= first)[:, None]
     scores = (scores * (softmax_scale / stride)).masked_fill(~seen, float("-inf"))
     parts = scores.unflatten(-1, (num_blocks, squares)).logsumexp(-1) / math.log(2)
     return parts, scores.logsumexp(-1) / math.log(2)

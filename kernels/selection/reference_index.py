@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...layout import block_at
-from ..limits import check_blocks_per_round
+from ..limits import check_blocks_per_round, fits_int32
 
 
 def vertical_slash_lists(
@@ -97,12 +97,13 @@ def block_list_offsets(
         world, inner, rank: the striped layout, and the rank whose query blocks these are.
 
     Returns:
-        round_ptr, rank_ptr: as in the index, but int64: there may be more entries than lists can have.
-        num_extra: int ``[b, h]``, number of pairs in ``blocks`` at distances that are not in ``member``.
+        round_ptr, rank_ptr: as in the index, but int64 if there may be too many entries for int32.
+        num_extra: int32 ``[b, h, nb]``, number of a query block's pairs in ``blocks`` at distances that are
+            not in ``member``.
     """
     seen, extra = _by_round(blocks, member, world, inner, rank)
     by_rank = _by_rank(blocks, member, world, inner, rank)
-    return _prefix_counts(seen), _prefix_counts(by_rank), extra.sum((0, -1, -2)).int()
+    return _prefix_counts(seen), _prefix_counts(by_rank), extra.sum((0, -1)).int()
 
 
 def block_lists(
@@ -120,9 +121,11 @@ def block_lists(
     seen, _ = _by_round(blocks, member, world, inner, rank)
     lists = []
     for selected in (seen, _by_rank(blocks, member, world, inner, rank)):
-        # nonzero() goes through memory in order: list by list, ascending within each.
-        entries = selected.nonzero()[:, -1][:capacity].short()
-        lists.append(torch.nn.functional.pad(entries, (0, capacity - len(entries))))
+        # In the order of memory: list by list, ascending within each.
+        there = selected.flatten()
+        slot = torch.where(there, there.cumsum(0) - 1, capacity).clamp(max=capacity)
+        entry = torch.arange(selected.shape[-1], device=slot.device).expand_as(selected).flatten()
+        lists.append(slot.new_zeros(capacity + 1).scatter_(0, slot, entry)[:-1].short())
     return tuple(lists)
 
 
@@ -169,5 +172,6 @@ def _by_rank(blocks, member, world, inner, rank) -> Tensor:
 
 
 def _prefix_counts(seen: Tensor) -> Tensor:
-    counts = seen.sum(-1).flatten().cumsum(0)
+    dtype = torch.int32 if fits_int32(seen.numel()) else torch.int64
+    counts = seen.sum(-1).flatten().cumsum(0, dtype=dtype)
     return torch.nn.functional.pad(counts, (1, 0))

@@ -18,6 +18,7 @@ at no cost.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -28,6 +29,7 @@ from ..cp_group import CPGroup
 from ..kernels.selection import block_list_offsets, block_lists, vertical_slash_lists
 from ..layout import block_at, inner_size, positions_at
 from . import visible_density
+from .constants import made_once
 from .vertical_slash_index import PatternIndex
 
 MAX_LIST_ENTRIES = 2**29 - 1
@@ -151,8 +153,8 @@ class BlockListIndex(PatternIndex):
 
 def build_block_index(
     blocks: Tensor,
-    distances: Tensor,
-    columns: Tensor,
+    distances: Tensor | None,
+    columns: Tensor | None,
     seq_length: int,
     block_size: int,
     world: int,
@@ -168,7 +170,7 @@ def build_block_index(
         blocks: bool or uint8 ``[b, h, nb, NB]``, by own query block in local order and global key block:
             what each query block sees beside ``distances``. All false for a vertical-slash head.
         distances: bool ``[b, h, NB]``, D by block distance, NB = ceil(N / B); all false for a head of block
-            lists. Distance 0 is added.
+            lists. Distance 0 is added. None, as ``columns``, if all heads have block lists.
         columns: int ``[b, h, C]``, V as global token positions, in any order, each once; entries of N or
             more stand for no column. For heads with no more in ``blocks`` than in ``distances``: a column
             in a block that is also in a list would be attended to twice.
@@ -187,7 +189,9 @@ def build_block_index(
             ``distances``. On a GPU this is found by the device, which stops: nothing wrong is computed.
     """
     inner = inner_size(world, inner)
-    batch, heads, num_blocks = distances.shape
+    batch, heads, _, num_blocks = blocks.shape
+    if distances is not None:
+        batch, heads, num_blocks = distances.shape
     if num_blocks != -(-seq_length // block_size) or num_blocks % world:
         raise ValueError(
             f"distances for {num_blocks} blocks, but {seq_length} tokens make "
@@ -200,19 +204,24 @@ def build_block_index(
         raise ValueError(f"blocks are {blocks.dtype}: they must be bool or uint8")
     if not 0 <= rank < world:
         raise ValueError(f"rank {rank} is not one of {world} ranks")
-    member, *_, columns, column_ptr = vertical_slash_lists(
-        distances, None, 0, columns, seq_length, block_size, world, inner
-    )
+    layout = seq_length, block_size, world, inner
+    if distances is None or columns is None:
+        member, columns, column_ptr = _no_slashes(batch, heads, *layout, blocks.device)
+    else:
+        member, *_, columns, column_ptr = vertical_slash_lists(distances, None, 0, columns, *layout)
     operands = (blocks, member, world, inner, rank)
     round_ptr, rank_ptr, beside = block_list_offsets(*operands)
-    both = ((beside > 0) & (column_ptr[..., -1] > 0)).any()
-    torch._assert_async(~both, "a head has columns, and blocks at other distances than its own")
+    if columns.shape[-1]:
+        both = ((beside > 0) & (column_ptr[..., -1:] > 0)).any()
+        torch._assert_async(~both, "a head has columns, and blocks at other distances than its own")
     if capacity is None:
         # One that went on would wait for the others.
         most = round_ptr[-1:] if cp is None else cp.all_reduce(round_ptr[-1:].clone(), "max")
         capacity, most = torch.cat((round_ptr[-1:], most)).tolist()
     else:
-        torch._assert_async(round_ptr[-1] <= capacity, f"blocks have more than {capacity} entries")
+        if capacity < most_list_entries(blocks.shape):
+            enough = round_ptr[-1] <= capacity
+            torch._assert_async(enough, f"blocks have more than {capacity} entries")
         most = capacity
     if most > MAX_LIST_ENTRIES:
         raise ValueError(
@@ -234,6 +243,31 @@ def build_block_index(
         inner=inner,
         rank=rank,
     )
+
+
+def most_list_entries(shape: Sequence[int]) -> int:
+    """At least as many as a rank's lists can have, of query blocks that see all before them.
+
+    Args:
+        shape: ``[b, h, nb, NB]``, of ``blocks``.
+    """
+    batch, heads, local, num_blocks = shape
+    # A rank's local block a is one of the W from a * W on.
+    return batch * heads * num_blocks * (local + 1) // 2
+
+
+@made_once
+def _no_slashes(
+    batch: int, heads: int, seq_length: int, block_size: int, world: int, inner: int, device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``member``, ``columns`` and ``column_ptr`` of an index whose heads all have block lists."""
+    num_blocks = -(-seq_length // block_size)
+    distances = torch.zeros(batch, heads, num_blocks, dtype=torch.bool, device=device)
+    columns = torch.zeros(batch, heads, 0, dtype=torch.int32, device=device)
+    member, *_, columns, column_ptr = vertical_slash_lists(
+        distances, None, 0, columns, seq_length, block_size, world, inner
+    )
+    return member, columns, column_ptr
 
 
 def pruned_index(index: PatternIndex, kept: Tensor, rank: int, capacity: int) -> BlockListIndex:

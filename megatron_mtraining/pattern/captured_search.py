@@ -6,27 +6,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..cp_group import CPGroup
 from ..stream_graphs import ALIGNMENT, Memory, padded
+from .block_list_index import BlockListIndex
 from .vertical_slash_index import VerticalSlashIndex
+
+AnyIndex = TypeVar("AnyIndex", VerticalSlashIndex, BlockListIndex)
 
 METRIC = "metrics."
 """Before the name of a metric, beside names of fields."""
 
 
-class CopiedIndex:
+class CopiedIndex(Generic[AnyIndex]):
     """An index whose tensors are written again and again, to be copied each time.
 
     Attributes:
         index: that index.
     """
 
-    def __init__(self, index: VerticalSlashIndex):
+    def __init__(self, index: AnyIndex):
         tensors = {
             each.name: value.contiguous()
             for each in fields(index)
@@ -46,7 +49,7 @@ class CopiedIndex:
             offset += length
         self._parts = [part for part in self._parts if len(part)]
 
-    def copy(self) -> VerticalSlashIndex:
+    def copy(self) -> AnyIndex:
         """The index as it is now, in memory of its own."""
         memory = torch.cat(self._parts)
         typed = {dtype: memory.view(dtype) for dtype in {dtype for _, dtype, *_ in self._places}}
@@ -57,7 +60,7 @@ class CopiedIndex:
         return _replaced(self.index, tensors)
 
 
-def _replaced(index: VerticalSlashIndex, tensors: dict[str, Tensor]) -> VerticalSlashIndex:
+def _replaced(index: AnyIndex, tensors: dict[str, Tensor]) -> AnyIndex:
     metrics = {name: tensors[METRIC + name] for name in index.metrics}
     own: dict[str, Any] = {n: each for n, each in tensors.items() if not n.startswith(METRIC)}
     return replace(index, metrics=metrics, **own)

@@ -1,16 +1,20 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""Small vectors that are the same in every layer and step."""
+"""Small tensors that are the same in every layer and step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-_readers: list[list[Tensor]] = []
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_readers: list[list[object]] = []
 
 
 def constant(
@@ -18,10 +22,7 @@ def constant(
 ) -> Tensor:
     """A vector on the device, ``[len(numbers)]``. Made once, since the host waits for the copy; of many, such
     as the prices of a sweep, those that were used last are kept."""
-    found = _made(numbers, device, dtype)
-    for kept in _readers:
-        kept.append(found)
-    return found
+    return _read(_made(numbers, device, dtype))
 
 
 @lru_cache(maxsize=1024)
@@ -30,8 +31,30 @@ def _made(numbers: tuple[float, ...], device: torch.device, dtype: torch.dtype) 
         return torch.tensor(numbers, dtype=dtype, device=device)
 
 
+def made_once(make: Callable[P, R]) -> Callable[P, R]:
+    """Decorates a function of shapes and settings that makes tensors: of one call the same are returned in
+    the next, and nobody writes to them. Those that were used last are kept."""
+
+    @lru_cache(maxsize=64)
+    def made(*args, **kwargs):
+        with torch.inference_mode(False):
+            return make(*args, **kwargs)
+
+    @wraps(make)
+    def found(*args: P.args, **kwargs: P.kwargs) -> R:
+        return _read(made(*args, **kwargs))
+
+    return found
+
+
+def _read(found: R) -> R:
+    for kept in _readers:
+        kept.append(found)
+    return found
+
+
 @contextmanager
-def constants_read() -> Iterator[list[Tensor]]:
+def constants_read() -> Iterator[list[object]]:
     """The constants that are read within: for captured searches (:mod:`.search_graph`), which read them where
     they are, later too."""
     kept: list[Tensor] = []

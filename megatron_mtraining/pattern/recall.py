@@ -7,7 +7,6 @@ Everywhere ``key`` is ``[s, b, hk, d]``, this rank's part, and ``lse`` the sampl
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ..cp_group import CPGroup
@@ -20,7 +19,7 @@ from ..kernels.selection import (
     column_masses,
 )
 from ..kernels.types import SampledRows, StripedColumns
-from ..layout import owner_of
+from .sampled_rows import HeldRows, of_held_out
 
 
 def column_keys(key: Tensor, columns: Tensor, sample: SampledRows, cp: CPGroup) -> Tensor:
@@ -53,8 +52,7 @@ def recall_of(
 
 def held_out(sample: SampledRows, of_rows: Tensor) -> Tensor:
     """Numbers of the sampled rows, ``[..., R]``, of the held-out ones; of all rows if none are."""
-    strata = of_rows.unflatten(-1, (-1, sample.rows_per_stratum))
-    return strata[..., sample.num_selection_rows % sample.rows_per_stratum :].flatten(-2)
+    return of_held_out(of_rows, sample.rows_per_stratum, sample.num_selection_rows)
 
 
 def recall_of_slashes(
@@ -74,18 +72,17 @@ def recall_of_slashes(
 
 
 def recall_of_blocks(
-    sample: SampledRows, key: Tensor, lse: Tensor, blocks: Tensor, cp: CPGroup
+    sample: SampledRows, key: Tensor, lse: Tensor, blocks: Tensor, held: HeldRows, cp: CPGroup
 ) -> Tensor:
     """The share of held-out rows' attention in the key blocks that their own blocks attend to: float32 ``[b,
     h]``.
 
     Args:
         blocks: uint8 ``[b, h, nb, NB]``, of this rank's query blocks.
+        held: where the held-out rows are.
     """
-    held = held_out(sample, torch.arange(len(sample.rows), device=key.device))
-    owner, local = owner_of(sample.rows.long()[held] // sample.block_size, cp.world, cp.inner)
-    here = owner == cp.rank
-    seen = blocks.index_select(2, torch.where(here, local, 0))
+    seen = blocks.index_select(2, held.block)
     if cp.world > 1:
-        seen = cp.all_reduce(seen * here[:, None].to(torch.uint8))
-    return cp.all_reduce(attention_in_blocks(sample, key, lse, held, seen)) / len(held)
+        seen = cp.all_reduce(seen * held.here)
+    kept = attention_in_blocks(sample, key, lse, held.numbers, seen)
+    return cp.all_reduce(kept) / len(held.numbers)

@@ -62,18 +62,45 @@ class _LocalRows(NamedTuple):
     """int64 ``[R]``, their positions in this rank's part (0 for other ranks' rows)."""
     elsewhere: Tensor
     """bool ``[R, 1, 1, 1]``, which rows other ranks have."""
+    held: HeldRows
 
 
-def _place(row: Tensor, rank: int, world: int, inner: int, block_size: int) -> _LocalRows:
+class HeldRows(NamedTuple):
+    """Where the rows are that measure recall."""
+
+    numbers: Tensor
+    """int64 ``[M]``, among the sampled rows."""
+    block: Tensor
+    """int64 ``[M]``, their query blocks on this rank (0 for other ranks' rows)."""
+    here: Tensor
+    """uint8 ``[M, 1]``, whether this rank has the row."""
+
+
+def _place(
+    row: Tensor, sampling: Sampling, rank: int, world: int, inner: int, block_size: int
+) -> _LocalRows:
     owner, local = located(row, world, block_size, inner)
     here = owner == rank
-    return _LocalRows(row.int(), torch.where(here, local, 0), ~here[:, None, None, None])
+    local = torch.where(here, local, 0)
+    numbers = torch.arange(len(row), device=row.device)
+    if not isinstance(sampling, LastRowsSampling):
+        numbers = of_held_out(numbers, sampling.rows, sampling.rows - sampling.held_out_rows)
+    held = HeldRows(
+        numbers.contiguous(), local[numbers] // block_size, here[numbers, None].to(torch.uint8)
+    )
+    return _LocalRows(row.int(), local, ~here[:, None, None, None], held)
+
+
+def of_held_out(of_rows: Tensor, rows_per_stratum: int, num_selection_rows: int) -> Tensor:
+    """Numbers of the sampled rows, ``[..., R]``, of the held-out ones; of all rows if none are."""
+    strata = of_rows.unflatten(-1, (-1, rows_per_stratum))
+    return strata[..., num_selection_rows % rows_per_stratum :].flatten(-2)
 
 
 @lru_cache(maxsize=256)  # more than a stream has captured searches, which read them in each replay
 def _local_rows(seq_length: int, sampling: Sampling, device, *layout: int) -> _LocalRows:
     with torch.inference_mode(False):
-        return _place(rows_of(sampling, seq_length, device), *layout)
+        return _place(rows_of(sampling, seq_length, device), sampling, *layout)
 
 
 def gather_rows(
@@ -89,7 +116,7 @@ def gather_rows(
         query: ``[s, b, h, d]``, this rank's part, block-striped.
         out: memory for them.
     """
-    rows = _rows_on(query, config, cp, visible)
+    rows = _rows_on(len(query) * cp.world, query.device, config, cp, visible)
     sampled = torch.index_select(query, 0, rows.local, out=out)
     if cp.world > 1:
         # One rank has each row, so the sum is exact in any dtype.
@@ -97,17 +124,26 @@ def gather_rows(
     return sampled
 
 
+def held_rows(sample: SampledRows, config: MTrainingConfig, cp: CPGroup) -> HeldRows:
+    """The rows of a call's sample that measure recall."""
+    return _rows_on(sample.seq_length, sample.rows.device, config, cp, sample.visible).held
+
+
 def _rows_on(
-    query: Tensor, config: MTrainingConfig, cp: CPGroup, visible: VisibleRanges | None
+    seq_length: int,
+    device: torch.device,
+    config: MTrainingConfig,
+    cp: CPGroup,
+    visible: VisibleRanges | None,
 ) -> _LocalRows:
     """The rows of a call."""
-    at = config.sampling, query.device, cp.rank, cp.world, cp.inner, config.block_size
-    seq_length = query.shape[0] * cp.world
+    at = config.sampling, device, cp.rank, cp.world, cp.inner, config.block_size
     if visible is None or visible.rows is None:
         return _local_rows(seq_length, *at)
-    sampling, device, *layout = at
+    sampling, _, *layout = at
     return visible.once(
-        ("rows", *at), lambda: _place(rows_of(sampling, seq_length, device, visible), *layout)
+        ("rows", *at),
+        lambda: _place(rows_of(sampling, seq_length, device, visible), sampling, *layout),
     )
 
 
@@ -127,7 +163,7 @@ def gather_sampled_rows(
     """
     block, sampling = config.block_size, config.sampling
     seq_length = query.shape[0] * cp.world
-    row = _rows_on(query, config, cp, visible).row
+    row = _rows_on(seq_length, query.device, config, cp, visible).row
     sampled = gather_rows(query, config, cp, visible=visible)
     if isinstance(sampling, LastRowsSampling):  # each row is a stratum of its own
         kind = dict(
@@ -141,7 +177,10 @@ def gather_sampled_rows(
             stratified=True,
         )
     if visible is not None:
-        kind.update(visible=visible, starts=visible.start[:, row.long()].contiguous())
+        starts = visible.once(
+            ("starts", sampling), lambda: visible.start[:, row.long()].contiguous()
+        )
+        kind.update(visible=visible, starts=starts)
         kind.update(costs=visible.costs(block) if kind["stratified"] else None)
     return SampledRows(
         sampled, row, **kind, window_blocks=window_blocks, seq_length=seq_length,

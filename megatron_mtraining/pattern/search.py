@@ -2,8 +2,8 @@
 """The pattern search: the pattern of one attention call, from its own queries and keys.
 
 All ranks select the same, from numbers that are alike on all of them. Nothing is read back to the host but
-the number of block-list entries, where the policies do not bound it. What selects is each policy's selector
-(:mod:`.selector`); where everything is kept, nothing does.
+the number of block-list entries of long sequences, where the policies do not bound it. What selects is each
+policy's selector (:mod:`.selector`); where everything is kept, nothing does.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ..kernels.types import SampledRows
 from ..labels import SEARCH, labelled
 from ..layout import check_layout
 from ..visibility import VisibleRanges
-from .block_list_index import BlockListIndex
+from .block_list_index import BlockListIndex, most_list_entries
 from .constants import constant
 from .sampled_rows import gather_sampled_rows, sampled_lse
-from .search_graph import SearchGraphs, SearchKind
-from .selector import SelectorCall, index_of, select, selector_of
+from .search_graph import MAX_QUERY_BYTES, SearchGraphs, SearchKind
+from .selector import UNCOUNTED_ENTRIES, SelectorCall, index_of, select, selector_of
 from .selectors.price import PriceSelector
 from .vertical_slash_index import VerticalSlashIndex, full_index
 
@@ -65,7 +65,8 @@ def search_pattern(
 
     Returns:
         The same index on all ranks. Block lists (policies xattention, moba) differ: each rank has the lists
-        of its own queries. Making them waits for the device once, but not if all heads have moba.
+        of its own queries. Making them waits for the device once with long sequences, but not if all heads
+        have moba.
 
     Raises:
         ConfigError: see :func:`check_search`.
@@ -90,13 +91,17 @@ def search_pattern(
         if graph is not None:
             return graph(query, key, config, cp, prices)
     sample = _sample(query, config, cp, softmax_scale, visible)
-    if graphs is not None and all(selector_of(each).is_captured(cp.world) for each in policies):
+    if graphs is not None and _is_captured(query, config, policies, cp.world):
+        reads_query = any(selector_of(each).reads_query for each in policies)
 
-        def search(sample: SampledRows, key: Tensor, prices: Tensor, cp: CPGroup):
+        def search(
+            sample: SampledRows, key: Tensor, prices: Tensor, cp: CPGroup, own: Tensor | None
+        ):
             call = _call(sample, key, config, cp, prices)
-            return index_of(select(query, key, call, policies), call)
+            return index_of(select(query if own is None else own, key, call, policies), call)
 
-        graphs.capture(kind, search, sample, key, cp, prices)  # for later searches of this kind
+        # For later searches of this kind.
+        graphs.capture(kind, search, sample, key, cp, prices, query if reads_query else None)
     call = _call(sample, key, config, cp, prices, softmax_offset)
     call = call._replace(gather_keys=gather_keys)
     return index_of(select(query, key, call, policies), call)
@@ -138,6 +143,21 @@ def search_price_series(
     candidates = selector.candidates(key, call)
     calls = [call._replace(prices=each) for each in prices]
     return [index_of(selector.select_from(candidates, each), each) for each in calls]
+
+
+def _is_captured(
+    query: Tensor, config: MTrainingConfig, policies: tuple[Policy, ...], world: int
+) -> bool:
+    """Whether a CUDA graph may hold the search of these queries."""
+    selectors = {selector_of(each) for each in policies}
+    if not all(each.is_captured(world) for each in selectors):
+        return False
+    if not any(each.reads_query for each in selectors):
+        return True
+    length, batch, heads, _ = query.shape
+    local = -(-length // config.block_size)
+    entries = most_list_entries((batch, heads, local, local * world))
+    return query.nbytes <= MAX_QUERY_BYTES and entries <= UNCOUNTED_ENTRIES
 
 
 def _sample(

@@ -1,20 +1,22 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """The pattern search of a short sequence, captured as a CUDA graph.
 
-A search has about 14 launches. With up to :data:`MAX_TOKENS` tokens on a rank, the host takes longer for the
-launches than the GPU takes for the kernels. The launches depend on shapes and settings alone
-(:class:`SearchKind`), and nothing is read back to the host. So the second search of a kind is captured, and
-later ones replay the graph: the same kernels, and the same bits.
+A search has about 14 launches, of key blocks 20 or more. With up to :data:`MAX_TOKENS` tokens on a rank, the
+host takes longer for the launches than the GPU takes for the kernels. The launches depend on shapes and
+settings alone (:class:`SearchKind`), and nothing is read back to the host. So the second search of a kind is
+captured, and later ones replay the graph: the same kernels, and the same bits.
 
 A graph reads and writes fixed addresses. Each replay copies keys and sampled rows to the addresses that the
-graph reads, a few MB, and copies the index to new memory, in one launch. The graphs of a stream share this
-memory, and run one after the other. Collectives are not captured: a collective ends a graph and begins the
-next one. So ranks that replay and ranks that launch kernel by kernel run the same collectives.
+graph reads, a few MB, and all queries if a selector reads them (``Selector.reads_query``); and it copies the
+index to new memory, in one launch. The graphs of a stream share this memory, and run one after the other.
+Collectives are not captured: a collective ends a graph and begins the next one. So ranks that replay and
+ranks that launch kernel by kernel run the same collectives.
 
 These searches are not captured: with visible ranges; by selectors that a graph cannot hold
-(``Selector.is_captured``); on a stream that is being captured. ``MTRAINING_SEARCH_GRAPH`` in the environment
-chooses: ``0`` captures none, ``1`` all others; without it those of one rank are captured, as replays between
-collectives of several GPUs are not measured yet, and none with ``CUDA_LAUNCH_BLOCKING=1``.
+(``Selector.is_captured``); of block lists whose entries the host counts (``UNCOUNTED_ENTRIES``); on a stream
+that is being captured. ``MTRAINING_SEARCH_GRAPH`` in the environment chooses: ``0`` captures none, ``1`` all
+others; without it those of one rank are captured, as replays between collectives of several GPUs are not
+measured yet, and none with ``CUDA_LAUNCH_BLOCKING=1``.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from ..config import MTrainingConfig, Policy
 from ..cp_group import CPGroup
 from ..kernels.types import SampledRows
 from ..stream_graphs import Memory, StreamGraphs, of_current_stream
+from .block_list_index import BlockListIndex
 from .captured_search import CapturedGroup, CopiedIndex
 from .constants import constants_read
 from .sampled_rows import gather_rows
@@ -44,8 +47,14 @@ MAX_TOKENS = 32768
 MAX_KEY_BYTES = 64 * 2**20
 """Bytes of keys up to which a search is captured. A stream holds one copy of them."""
 
-Search = Callable[[SampledRows, Tensor, Tensor, CPGroup], VerticalSlashIndex]
-"""A search of the given sample, keys and prices, over a group of ranks."""
+MAX_QUERY_BYTES = 128 * 2**20
+"""Bytes of queries up to which a search that reads all of them is captured. A stream holds one copy."""
+
+Index = VerticalSlashIndex | BlockListIndex
+
+Search = Callable[[SampledRows, Tensor, Tensor, CPGroup, Tensor | None], Index]
+"""A search of the given sample, keys and prices, over a group of ranks; and of all queries, if it reads
+them."""
 
 
 class SearchKind(NamedTuple):
@@ -112,18 +121,24 @@ class SearchGraphs(StreamGraphs[SearchKind, "SearchGraph"]):
         key: Tensor,
         cp: CPGroup,
         prices: Tensor,
+        query: Tensor | None = None,
     ) -> None:
         """Capture a search for later ones of its kind, if it is due. The caller still has to search. This
         runs no collective.
 
         Args:
             sample, key, prices: of this search.
+            query: likewise; None if the search reads no more of it than the sample.
         """
         self.make(
             kind,
-            [sample.query, key, prices],
-            lambda memory, lock: SearchGraph(search, sample, key, cp, prices, memory, lock),
+            _inputs(sample, key, prices, query),
+            lambda memory, lock: SearchGraph(search, sample, key, cp, prices, memory, lock, query),
         )
+
+
+def _inputs(sample: SampledRows, key: Tensor, prices: Tensor, query: Tensor | None) -> list[Tensor]:
+    return [sample.query, key, prices, *([] if query is None else [query])]
 
 
 _STREAMS: dict[tuple[int, int], SearchGraphs] = {}
@@ -137,7 +152,7 @@ class SearchGraph:
 
     Args:
         search: reads nothing back to the host.
-        sample, key, prices, cp: as at the capture; those of later calls must be of the same kind.
+        sample, key, prices, cp, query: as at the capture; those of later calls must be of the same kind.
         memory: of the stream's graphs.
         lock: held while that memory is in use.
     """
@@ -151,32 +166,38 @@ class SearchGraph:
         prices: Tensor,
         memory: Memory,
         lock: AbstractContextManager,
+        query: Tensor | None = None,
     ):
         self._lock = lock
-        given = [sample.query, key, prices]
+        given = _inputs(sample, key, prices, query)
         own = memory.like(given)
-        self._query, self._key, self._prices = own
-        self._sample = replace(sample, query=self._query)  # the graph reads the positions, too
+        self._rows, self._key, self._prices = own[:3]
+        self._query = None if query is None else own[3]
+        self._sample = replace(sample, query=self._rows)  # the graph reads the positions, too
         for each, value in zip(own, given):
             each.copy_(value)
         group = CapturedGroup(cp, memory)
         # Compiles kernels and makes constants, which cannot be done in a capture.
-        search(self._sample, self._key, self._prices, group)
+        search(self._sample, self._key, self._prices, group, self._query)
         memory.side.wait_stream(torch.cuda.current_stream(memory.device))
         with torch.cuda.stream(memory.side), constants_read() as self._constants:
             group.begin()
             try:
-                found = CopiedIndex(search(self._sample, self._key, self._prices, group))
+                found = CopiedIndex(
+                    search(self._sample, self._key, self._prices, group, self._query)
+                )
             finally:
                 group.end()
         self._steps, self._found = group.steps, found
 
     def __call__(
         self, query: Tensor, key: Tensor, config: MTrainingConfig, cp: CPGroup, prices: Tensor
-    ) -> VerticalSlashIndex:
+    ) -> Index:
         """Launch the search of these operands, which are those of :func:`.search.search_pattern`."""
         with self._lock:
-            gather_rows(query, config, cp, out=self._query)
+            gather_rows(query, config, cp, out=self._rows)
+            if self._query is not None:
+                self._query.copy_(query)
             self._key.copy_(key)
             self._prices.copy_(prices)
             for step in self._steps:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,11 +18,20 @@ from torch import Tensor
 from ..config import ConfigError, MTrainingConfig, Policy
 from ..cp_group import CPGroup
 from ..kernels.types import SampledRows
-from .block_list_index import MAX_LIST_ENTRIES, BlockListIndex, build_block_index
+from .block_list_index import (
+    MAX_LIST_ENTRIES,
+    BlockListIndex,
+    build_block_index,
+    most_list_entries,
+)
 from .constants import constant
 from .recall import held_out, recall_of_blocks, recall_of_slashes
-from .sampled_rows import exposed_rows
+from .sampled_rows import exposed_rows, held_rows
 from .vertical_slash_index import VerticalSlashIndex, build_index
+
+UNCOUNTED_ENTRIES = 2**21
+"""Entries of a layer's block lists, 4 bytes each, that are allocated for the most that there can be: to count
+them the host waits for the device, which takes as long as the search of a short sequence."""
 
 
 class SelectorCall(NamedTuple):
@@ -63,15 +72,16 @@ class SelectorCall(NamedTuple):
 class Pattern(NamedTuple):
     """The keys of each head: columns and blocks by their distance, or in place of both ``blocks``."""
 
-    distances: Tensor
-    """uint8 ``[b, h, NB]``, by block distance: the slashes."""
-    columns: Tensor
+    distances: Tensor | None
+    """uint8 ``[b, h, NB]``, by block distance: the slashes. None, as ``columns``, if all heads have
+    ``blocks``."""
+    columns: Tensor | None
     """int32 ``[b, h, C]``, positions in any order, each once; N for none."""
     blocks: Tensor | None = None
     """uint8 ``[b, h, nb, NB]``, by this rank's query block and global key block; None for none."""
     most_blocks: tuple[int, ...] | None = None
-    """At most how many blocks a query block of each head has; None if that depends on the data: the host then
-    waits for the device, to count them."""
+    """At most how many blocks a query block of each head has; None if that depends on the data: with long
+    sequences the host then waits for the device, to count them."""
     made: VerticalSlashIndex | None = None
     """Distances and columns as an index, if the selector has made it."""
 
@@ -111,10 +121,13 @@ class Selector(ABC):
         """Heads with equal kinds share a selector. By default one takes all policies of its type."""
         return cls
 
+    reads_query: ClassVar[bool] = True
+    """Whether it reads ``query``. A CUDA graph that holds it has a copy of that then."""
+
     @classmethod
     def is_captured(cls, world: int) -> bool:
-        """Whether a CUDA graph may hold it (:mod:`.search_graph`): it does not read ``query`` and
-        ``call.gather_keys``, nor anything back to the host."""
+        """Whether a CUDA graph may hold it (:mod:`.search_graph`): it does not read ``call.gather_keys``, nor
+        anything back to the host."""
         return False
 
 
@@ -170,25 +183,26 @@ def _select_alike(
         return found
     sample, lse, cp, pattern = call.sample, call.lse, call.cp, found.pattern
     if pattern.blocks is None:
-        slashes = pattern.distances, pattern.columns
-        recall = recall_of_slashes(sample, key, lse, *slashes, call.sink, cp)
+        recall = recall_of_slashes(sample, key, lse, *_slashes(pattern), call.sink, cp)
     else:
-        recall = recall_of_blocks(sample, key, lse, pattern.blocks, cp)
+        held = held_rows(sample, call.config, cp)
+        recall = recall_of_blocks(sample, key, lse, pattern.blocks, held, cp)
     return found._replace(metrics={**found.metrics, "recall": recall})
 
 
 def _joined(old: Selected, new: Selected, own: tuple[bool, ...], seq_length: int) -> Selected:
     """``new`` in its ``own`` heads, and ``old`` in the others."""
-    mask = constant(own, new.pattern.distances.device, torch.bool)
+    a, b = new.pattern, old.pattern
+    (distances, columns), (old_distances, old_columns) = _slashes(a), _slashes(b)
+    mask = constant(own, distances.device, torch.bool)
 
     def where(a: Tensor, b: Tensor) -> Tensor:
         return torch.where(mask.view(-1, *(1,) * (a.dim() - 2)), a, b)
 
-    a, b = new.pattern, old.pattern
-    width = max(a.columns.shape[-1], b.columns.shape[-1])
-    columns = (
-        torch.nn.functional.pad(each.columns, (0, width - each.columns.shape[-1]), value=seq_length)
-        for each in (a, b)
+    width = max(columns.shape[-1], old_columns.shape[-1])
+    padded = (
+        torch.nn.functional.pad(each, (0, width - each.shape[-1]), value=seq_length)
+        for each in (columns, old_columns)
     )
     blocks = a.blocks if b.blocks is None else b.blocks
     if blocks is not None:
@@ -202,18 +216,31 @@ def _joined(old: Selected, new: Selected, own: tuple[bool, ...], seq_length: int
         name: where(new.metrics.get(name, unknown), old.metrics.get(name, unknown))
         for name in {**old.metrics, **new.metrics}
     }
-    pattern = Pattern(where(a.distances, b.distances), where(*columns), blocks, most)
+    pattern = Pattern(where(distances, old_distances), where(*padded), blocks, most)
     return Selected(pattern, metrics)
+
+
+def _slashes(pattern: Pattern) -> tuple[Tensor, Tensor]:
+    """Distances and columns, none written out."""
+    if pattern.distances is not None and pattern.columns is not None:
+        return pattern.distances, pattern.columns
+    assert pattern.blocks is not None, "a pattern has slashes, or blocks"
+    batch, heads, _, num_blocks = pattern.blocks.shape
+    distances = pattern.blocks.new_zeros(batch, heads, num_blocks)
+    return distances, torch.zeros(batch, heads, 0, dtype=torch.int32, device=distances.device)
 
 
 def index_of(selected: Selected, call: SelectorCall) -> VerticalSlashIndex | BlockListIndex:
     """The pattern as the kernels read it, with its metrics."""
     pattern, layout = selected.pattern, call.layout
-    distances = pattern.distances.view(torch.bool)
+    distances = None if pattern.distances is None else pattern.distances.view(torch.bool)
     index: VerticalSlashIndex | BlockListIndex
     if pattern.made is not None:
         index = pattern.made
     elif pattern.blocks is None:
+        assert distances is not None and pattern.columns is not None, (
+            "a pattern has slashes, or blocks"
+        )
         index = build_index(distances, pattern.columns, *layout, check_columns=False)
     else:
         index = build_block_index(
@@ -231,8 +258,11 @@ def index_of(selected: Selected, call: SelectorCall) -> VerticalSlashIndex | Blo
 
 def _capacity(pattern: Pattern) -> int | None:
     """How many entries the lists have at most; None to count them."""
-    if pattern.most_blocks is None or pattern.blocks is None:
+    if pattern.blocks is None:
         return None
+    if pattern.most_blocks is None:
+        most = most_list_entries(pattern.blocks.shape)
+        return most if most <= UNCOUNTED_ENTRIES else None
     batch, _, local, num_blocks = pattern.blocks.shape
     entries = sum(batch * local * min(num_blocks, most) for most in pattern.most_blocks)
     return entries if entries <= MAX_LIST_ENTRIES else None

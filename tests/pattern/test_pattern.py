@@ -11,10 +11,11 @@ import torch.distributed as dist
 
 from megatron_mtraining import ConfigError, MTrainingConfig
 from megatron_mtraining.attention import attend
-from megatron_mtraining.config import FixedPolicy, MobaPolicy, PricePolicy
+from megatron_mtraining.config import FixedPolicy, MobaPolicy, PricePolicy, XAttentionPolicy
 from megatron_mtraining.cp_group import CPGroup
-from megatron_mtraining.layout import stripe
-from megatron_mtraining.pattern import build_index, search_pattern
+from megatron_mtraining.layout import block_at, stripe
+from megatron_mtraining.pattern import build_index, search_pattern, selector
+from megatron_mtraining.pattern.block_list_index import most_list_entries
 from megatron_mtraining.pattern.sampled_rows import stratified_rows
 from megatron_mtraining.ring import Ring
 from megatron_mtraining.ring.attention import ring_attention
@@ -263,10 +264,15 @@ def test_a_part_that_is_no_multiple_of_the_block_is_refused():
 
 
 @pytest.mark.gpu
-def test_a_search_for_block_lists_of_known_length_waits_for_nothing():
+@pytest.mark.parametrize(
+    "policy", [MobaPolicy(top_k=3), XAttentionPolicy()], ids=["moba", "xattention"]
+)
+def test_a_search_for_block_lists_waits_for_nothing(policy, monkeypatch):
+    """Those of xattention have room for all blocks of a short sequence."""
+    monkeypatch.setenv("MTRAINING_SEARCH_GRAPH", "0")
     torch.manual_seed(0)
     query, key = (torch.randn(4096, 1, h, 64, device="cuda", dtype=torch.bfloat16) for h in (4, 2))
-    config = MTrainingConfig(policy=MobaPolicy(top_k=3))
+    config = MTrainingConfig(policy=policy)
     search_pattern(query, key, config, CPGroup(None), 0.125)  # compilation may synchronise
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -289,7 +295,24 @@ def test_lists_of_moba_fit_what_is_allocated_for_them(sink, window, packed):
     assert int(index.block_mask(0).sum()) == entries
 
 
-def test_lists_of_moba_and_other_heads_are_counted():
+def test_short_lists_of_other_policies_have_room_for_all_blocks():
+    query, key = (torch.randn(2000, 2, h, 32) for h in (4, 2))  # 16 blocks
+    config = MTrainingConfig(policy=XAttentionPolicy(threshold=0.9))
+    policies = [config.policy] * 3 + [MobaPolicy(top_k=3)]
+    index = search_pattern(query, key, config, CPGroup(None), 0.2, head_policies=policies)
+    assert len(index.round_list) == len(index.rank_list) == 2 * 4 * 16 * 17 // 2
+    assert int(index.round_ptr[-1]) == int(index.block_mask(0).sum()) < len(index.round_list)
+
+
+@pytest.mark.parametrize(("world", "inner"), [(1, 1), (2, 2), (4, 2), (3, 1)])
+def test_no_rank_has_more_list_entries_than_there_is_room_for(world, inner):
+    local = torch.arange(5)
+    entries = [int((block_at(local, rank, world, inner) + 1).sum()) for rank in range(world)]
+    assert max(entries) <= most_list_entries((1, 1, 5, 5 * world))
+
+
+def test_long_lists_of_moba_and_other_heads_are_counted(monkeypatch):
+    monkeypatch.setattr(selector, "UNCOUNTED_ENTRIES", 0)
     query, key = (torch.randn(2000, 1, h, 32) for h in (4, 2))  # the last block is partial
     policies = [MobaPolicy(top_k=3), PricePolicy()] * 2
     index = search_pattern(

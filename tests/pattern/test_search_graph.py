@@ -18,10 +18,11 @@ import torch
 
 from megatron_mtraining import ConfigError, MTrainingConfig, stream_graphs
 from megatron_mtraining.attention import attend
-from megatron_mtraining.config import PricePolicy
+from megatron_mtraining.config import PricePolicy, XAttentionPolicy
 from megatron_mtraining.cp_group import CPGroup
 from megatron_mtraining.kernels.selection import reference_threshold
-from megatron_mtraining.pattern import build_index, search_graph, search_pattern
+from megatron_mtraining.pattern import build_index, search, search_graph, search_pattern
+from megatron_mtraining.pattern.block_list_index import BlockListIndex
 from megatron_mtraining.pattern.captured_search import CopiedIndex
 from megatron_mtraining.pattern.constants import constant, constants_read
 from megatron_mtraining.pattern.sampled_rows import _local_rows, gather_rows, gather_sampled_rows
@@ -40,19 +41,22 @@ CONFIG = MTrainingConfig.from_options(
 def tensors_of(index):
     found = {each.name: getattr(index, each.name) for each in dataclasses.fields(index)}
     found |= index.metrics
+    if index.has_block_lists:  # undefined past the count
+        for name in ("round_list", "rank_list"):
+            found[name] = found[name][: int(index.round_ptr[-1])]
     return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
 
 def assert_same(found, expected):
     assert type(found) is type(expected)
+    tensors, others = tensors_of(found), tensors_of(expected)
+    assert tensors.keys() == others.keys()
+    for name, b in others.items():
+        a = tensors[name]
+        assert a.dtype == b.dtype and a.is_contiguous() and torch.equal(a, b), name
     for field in dataclasses.fields(expected):
-        a, b = getattr(found, field.name), getattr(expected, field.name)
-        if isinstance(b, torch.Tensor):
-            assert a.dtype == b.dtype and a.is_contiguous() and torch.equal(a, b), field.name
-        elif field.name != "metrics":
-            assert a == b, field.name
-    assert found.metrics.keys() == expected.metrics.keys()
-    assert all(torch.equal(found.metrics[name], expected.metrics[name]) for name in found.metrics)
+        if field.name not in (*others, "metrics"):
+            assert getattr(found, field.name) == getattr(expected, field.name), field.name
 
 
 # On the CPU.
@@ -90,9 +94,11 @@ class Mirrored(CPGroup):
         return (2 * tensor).chunk(2, -1)[0].contiguous()
 
 
-def toy_search(rows, key, price, cp):
+def toy_search(rows, key, price, cp, query=None):
     """Reads all inputs, and has each kind of collective."""
     both = key.sum((0, 3)).repeat_interleave(2, 1) + rows.query.sum((0, 3))
+    if query is not None:
+        both = both - 3 * query.sum((0, 3))
     sums = cp.all_reduce(both.round().int())
     parts = cp.all_gather(sums).sum(0)  # [b, h]
     most = cp.all_reduce(parts + 1, "max") * price
@@ -103,16 +109,18 @@ def toy_search(rows, key, price, cp):
     return dataclasses.replace(index, metrics={"recall": own})
 
 
+@pytest.mark.parametrize("reads_query", [False, True], ids=["sample", "all queries"])
 @pytest.mark.parametrize("group", [lambda: CPGroup(None), Mirrored], ids=["one rank", "two"])
-def test_a_replay_searches_what_it_is_given(cuda, group):
+def test_a_replay_searches_what_it_is_given(cuda, group, reads_query):
     """Operands at other addresses, of other strides, over ranks: each replay is a search of its own."""
     cp = group()
     query, key, _, _ = random_operands(256 // cp.world, 2, 4, 2, 64, torch.float32, "cpu")
     rows, price = gather_sampled_rows(query, CONFIG, cp, 1, SCALE), torch.tensor(2.0)
-    given = [rows.query, key, price]
+    given = [rows.query, key, price] + [query] * reads_query
     memory = Memory(sum(map(padded, given)), query.device)
     cp.calls = []
-    graph = SearchGraph(toy_search, rows, key, cp, price, memory, threading.Lock())
+    own = query if reads_query else None
+    graph = SearchGraph(toy_search, rows, key, cp, price, memory, threading.Lock(), own)
     assert not cp.calls, "a capture has no collectives"
     found = []
     for seed in range(3):
@@ -123,7 +131,7 @@ def test_a_replay_searches_what_it_is_given(cuda, group):
         found.append(graph(query, key, CONFIG, cp, price))
         replayed, cp.calls = cp.calls, []
         rows = gather_sampled_rows(query, CONFIG, cp, 1, SCALE)
-        expected = toy_search(rows, key, price, cp)
+        expected = toy_search(rows, key, price, cp, query if reads_query else None)
         assert replayed == cp.calls
         assert_same(found[-1], expected)
     assert not torch.equal(found[0].recall, found[1].recall), "results have memory of their own"
@@ -149,6 +157,37 @@ def test_replays_of_whole_searches(cuda, monkeypatch, group):
     assert len(graph._steps) == (1 if group().world == 1 else 5 + 4)
     caps = constant((90, 50, 90, 90), query.device, torch.int64)
     assert any(each is caps for each in graph._constants), "while it is read"
+
+
+@pytest.mark.parametrize("tokens", [512, 450])
+def test_replays_of_searches_for_key_blocks(cuda, monkeypatch, tokens):
+    """They read all queries, and nothing back to the host."""
+    graphs = SearchGraphs()
+    config = dataclasses.replace(CONFIG, policy=XAttentionPolicy(threshold=0.4), block_size=64)
+    for number in range(4):
+        query, key, _, _ = random_operands(tokens, 1, 4, 2, 64, torch.float32, "cpu")
+        query, key = 4 * query.roll(80 * number, 0), key.roll(-48 * number, 0)
+        for of_stream in (lambda *both: None, lambda *both: graphs):
+            monkeypatch.setattr(SearchGraphs, "of_stream", staticmethod(of_stream))
+            found = search_pattern(query, key, config, CPGroup(None), SCALE)
+            if of_stream() is None:
+                expected = found
+        assert type(found) is BlockListIndex
+        assert_same(found, expected)
+        assert len(graphs._graphs) == (number > 0)
+
+
+@pytest.mark.parametrize("limit", ["MAX_QUERY_BYTES", "UNCOUNTED_ENTRIES"])
+def test_searches_for_key_blocks_that_are_not_captured(cuda, monkeypatch, limit):
+    """Of more queries than a stream holds, or with lists whose entries the host counts."""
+    graphs = SearchGraphs()
+    monkeypatch.setattr(SearchGraphs, "of_stream", staticmethod(lambda *both: graphs))
+    monkeypatch.setattr(search, limit, 10)
+    config = dataclasses.replace(CONFIG, policy=XAttentionPolicy(), block_size=64)
+    query, key, _, _ = random_operands(512, 1, 4, 2, 64, torch.float32, "cpu")
+    for _ in range(3):
+        search_pattern(query, key, config, CPGroup(None), SCALE)
+    assert not graphs._graphs
 
 
 def test_constants_are_not_kept_for_good():
@@ -383,6 +422,8 @@ POLICIES = [
     pytest.param(dict(vertical=24, slash=5), id="fixed"),
     pytest.param(dict(vertical=0, slash=5, sink=0), id="slashes-only"),
     pytest.param(dict(vertical=24, slash=5, estimator="last"), id="fixed-last"),
+    pytest.param(dict(policy="xattention", block_threshold=0.7), id="xattention"),
+    pytest.param(dict(policy="xattention", block_lookahead=True), id="xattention-lookahead"),
 ]
 
 
@@ -400,7 +441,8 @@ def test_captured_searches_select_the_same(searches, policy):
             kept.append((found, tensors_of(expected)))
     assert len(searches.replayed) >= 4 * 5 - 2 * 3, "of three lengths, two searches each were not"
     for found, expected in kept:  # no later search has written to an earlier one's index
-        assert all(torch.equal(getattr(found, name), value) for name, value in expected.items())
+        own = tensors_of(found)
+        assert all(torch.equal(own[name], value) for name, value in expected.items())
 
 
 @pytest.mark.gpu
@@ -450,7 +492,7 @@ def test_captured_searches_over_ranks(searches):
 
 @pytest.mark.gpu
 def test_searches_that_are_launched_kernel_by_kernel(searches):
-    """Packed documents, key blocks, and a search in a capture of the caller's."""
+    """Packed documents, policy moba, and a search in a capture of the caller's."""
     for _ in range(3):
         query, key = operands(1024)
         starts = torch.zeros(1, 1024, dtype=torch.int32, device="cuda")

@@ -20,6 +20,8 @@ class FixedSelector(Selector):
     """The ``vertical`` columns and ``slash`` token diagonals with the most mass. Columns are judged by their
     mass outside of the window, diagonals by that outside of the columns."""
 
+    reads_query = False
+
     @classmethod
     def is_captured(cls, world: int) -> bool:
         # Over ranks gather_keys is a collective of its own: all ranks must call it, or none.

@@ -24,6 +24,7 @@ from ...cp_group import CPGroup
 from ...kernels.attention.operands import unit_stride
 from ...layout import block_at, owner_of
 from ...visibility import VisibleRanges
+from ..constants import made_once
 from ..selector import Pattern, Selected, Selector, SelectorCall, selector_of
 
 CHUNK = 2**26
@@ -41,8 +42,10 @@ class BlockCall(NamedTuple):
     always: tuple[int, int]
     """See :class:`..selector.SelectorCall`."""
     softmax_scale: float
+    seen_from: Tensor | None
+    """int32 ``[b, nb]``: the first block that a query of each block sees; None if all see the first."""
     hidden: Tensor | None
-    """bool ``[b, 1, nb, NB]``: blocks that no query sees; None if all up to their own are seen."""
+    """bool ``[b, 1, nb, NB]``: the blocks before that."""
 
 
 class KeyBlockSelector(Selector):
@@ -71,11 +74,8 @@ class KeyBlockSelector(Selector):
         blocks = self.blocks(
             query, key, call.cp, sample.softmax_scale, sample.block_size, always, sample.visible
         )
-        batch, heads, _, num_blocks = blocks.shape
-        distances = torch.zeros(batch, heads, num_blocks, dtype=torch.uint8, device=query.device)
-        columns = torch.zeros(batch, heads, 0, dtype=torch.int32, device=query.device)
         most = self.most_blocks(sum(always))
-        pattern = Pattern(distances, columns, blocks, None if most is None else (most,) * heads)
+        pattern = Pattern(None, None, blocks, None if most is None else (most,) * query.shape[2])
         return Selected(pattern, {})
 
     def blocks(
@@ -98,12 +98,10 @@ class KeyBlockSelector(Selector):
             query, key = (
                 torch.nn.functional.pad(t, (0, 0) * 3 + (0, missing)) for t in (query, key)
             )
-        hidden = None
+        seen_from = hidden = None
         if visible is not None:
-            first = visible.on(cp.rank, cp.world, cp.inner, block_size).kv_block_bounds[:, 0]
-            every = torch.arange(first.shape[1] * cp.world, device=query.device)
-            hidden = every < first[:, None, :, None]
-        call = BlockCall(cp, length, block_size, always, softmax_scale, hidden)
+            seen_from, hidden = _seen_blocks(visible, cp.rank, cp.world, cp.inner, block_size)
+        call = BlockCall(cp, length, block_size, always, softmax_scale, seen_from, hidden)
         blocks = self.choose(query, key, call)
         if not self.policy.lookahead:
             blocks = _of_previous_block(blocks, cp, *always)
@@ -153,16 +151,41 @@ def _of_previous_block(blocks: Tensor, cp: CPGroup, window_blocks: int, sink_blo
     Args:
         blocks: uint8 ``[b, h, nb, NB]``, by the query block that selected.
     """
-    count, num_blocks = blocks.shape[-2:]
-    block = torch.arange(num_blocks, device=blocks.device)
-    own = block_at(block[:count], cp.rank, cp.world, cp.inner)[:, None]
-    kept = (block <= own) & ((block >= own - window_blocks) | (block < sink_blocks))
-    sent, sends = _neighbours(1, count, cp.rank, cp.world, cp.inner, blocks.device)
-    arriving, receives = _neighbours(-1, count, cp.rank, cp.world, cp.inner, blocks.device)
+    count, layout = blocks.shape[2], (cp.rank, cp.world, cp.inner)
+    kept = _always_kept(count, window_blocks, sink_blocks, *layout, blocks.device)
+    previous = kept.expand_as(blocks).clone()
+    if cp.world == 1:
+        previous[:, :, 1:].bitwise_or_(blocks[:, :, :-1])
+        return previous
+    sent, sends = _neighbours(1, count, *layout, blocks.device)
+    arriving, receives = _neighbours(-1, count, *layout, blocks.device)
     rows = cp.all_to_all(blocks.permute(2, 0, 1, 3).index_select(0, sent), sends, receives)
-    previous = kept.to(torch.uint8).expand_as(blocks).clone()
     previous[:, :, arriving] |= rows.permute(1, 2, 0, 3)
     return previous
+
+
+def _seen_blocks(
+    visible: VisibleRanges, rank: int, world: int, inner: int, block_size: int
+) -> tuple[Tensor, Tensor]:
+    """``seen_from`` and ``hidden`` of :class:`BlockCall`, made once for all layers."""
+
+    def make() -> tuple[Tensor, Tensor]:
+        first = visible.on(rank, world, inner, block_size).kv_block_bounds[:, 0].contiguous()
+        every = torch.arange(first.shape[1] * world, device=first.device)
+        return first, every < first[:, None, :, None]
+
+    return visible.once(("seen blocks", rank, world, inner, block_size), make)
+
+
+@made_once
+def _always_kept(
+    count: int, window_blocks: int, sink_blocks: int, rank: int, world: int, inner: int, device
+) -> Tensor:
+    """The blocks that each of a rank's ``count`` query blocks always keeps: uint8 ``[nb, NB]``."""
+    block = torch.arange(count * world, device=device)
+    own = block_at(block[:count], rank, world, inner)[:, None]
+    kept = (block <= own) & ((block >= own - window_blocks) | (block < sink_blocks))
+    return kept.to(torch.uint8)
 
 
 @lru_cache(maxsize=64)
@@ -178,6 +201,11 @@ def _neighbours(
         owner, theirs = owner_of(block, world, inner)
         order = (owner * count + (local if step == 1 else theirs)).argsort()
         return local[order].to(device), owner.bincount(minlength=world).tolist()
+
+
+def joined(parts: list[Tensor], dim: int) -> Tensor:
+    """The parts one after the other; one alone is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def chunks(count: int, numbers: int) -> list[tuple[int, int]]:

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from ...config import MobaPolicy
 from ...kernels.selection import top_blocks
-from ...layout import block_at
+from ...layout import owner_of
+from ..constants import made_once
 from ..selector import selects_for
-from .key_blocks import BlockCall, KeyBlockSelector, chunks
+from .key_blocks import BlockCall, KeyBlockSelector, chunks, joined
 
 
 @selects_for(MobaPolicy)
@@ -21,6 +22,8 @@ class MobaSelector(KeyBlockSelector):
     Means are in float64, rounded to integers whose products add up exactly: so the scores, rounded to
     float32, are the same bits in whatever order they are summed. The rounding of a block depends on that
     block alone: no later key changes how earlier ones compare.
+
+    Not captured in a graph: cuBLAS would keep the memory that it works in after the graph is gone.
     """
 
     policy: MobaPolicy
@@ -32,25 +35,21 @@ class MobaSelector(KeyBlockSelector):
     def choose(self, query: Tensor, key: Tensor, call: BlockCall) -> Tensor:
         cp, length, block_size, top_k = call.cp, call.length, call.block_size, self.policy.top_k
         nb, (_, batch, heads, dim) = query.shape[0] // block_size, query.shape
-        num_blocks, world = nb * cp.world, cp.world
-        own, layout = torch.arange(nb, device=query.device), (cp.rank, world, cp.inner)
+        num_blocks, layout = nb * cp.world, (cp.rank, cp.world, cp.inner)
+        tokens = _tokens(length, block_size, query.device)
 
         def means(tensor):
-            tokens = tensor.unflatten(0, (nb, block_size))
-            count = (length - own * block_size).clamp(max=block_size)
-            return (tokens.sum(1, dtype=torch.float64) / count[:, None, None, None]).permute(
-                1, 2, 0, 3
-            )
+            sums = tensor.unflatten(0, (nb, block_size)).sum(1, dtype=torch.float64)
+            return (sums / tokens).permute(1, 2, 0, 3)
 
-        keys = torch.empty(
-            batch, key.shape[2], num_blocks, dim, dtype=torch.float64, device=key.device
-        )
-        for rank, part in enumerate(cp.all_gather(means(key))):
-            keys[:, :, block_at(own, rank, world, cp.inner)] = part
+        keys = cp.all_gather(means(key)).permute(1, 2, 0, 3, 4).flatten(2, 3)
+        if cp.world > 1:
+            keys = keys.index_select(2, _in_sequence(nb, cp.world, cp.inner, key.device))
         bits = (52 - dim.bit_length()) // 2
-        keys, unit = (each.transpose(-1, -2) for each in _to_integers(keys, bits))
+        keys, shift = (each.transpose(-1, -2) for each in _to_integers(keys, bits))
+        unit = (-shift).exp2()
         queries = _to_integers(means(query), bits)[0].unflatten(1, (key.shape[2], -1))
-        blocks = torch.empty(batch, heads, nb, num_blocks, dtype=torch.uint8, device=query.device)
+        chosen = []
         for first, count in chunks(nb, 4 * batch * heads * num_blocks):
             rows = queries[:, :, :, first : first + count]
             scores = (rows.flatten(2, 3) @ keys * unit).unflatten(2, rows.shape[2:4]).flatten(1, 2)
@@ -60,16 +59,28 @@ class MobaSelector(KeyBlockSelector):
             order = order.clamp(min=1)
             if call.hidden is not None:
                 order = order.masked_fill(call.hidden[:, :, first : first + count], 0)
-            blocks[:, :, first : first + count] = top_blocks(
-                order, False, top_k, first, *call.always, *layout
-            )
-        return blocks
+            chosen.append(top_blocks(order, False, top_k, first, *call.always, *layout))
+        return joined(chosen, 2)
+
+
+@made_once
+def _tokens(length: int, block_size: int, device) -> Tensor:
+    """How many tokens each block of a rank has: float64 ``[nb, 1, 1, 1]``."""
+    first = torch.arange(0, length, block_size, dtype=torch.float64, device=device)
+    return (length - first).clamp(max=block_size)[:, None, None, None]
+
+
+@made_once
+def _in_sequence(nb: int, world: int, inner: int, device) -> Tensor:
+    """Where the blocks of the sequence are among all ranks' blocks, rank by rank: int64 ``[NB]``."""
+    owner, local = owner_of(torch.arange(nb * world, device=device), world, inner)
+    return owner * nb + local
 
 
 def _to_integers(tensor: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """The tensor as whole numbers below ``2 ** bits``, float64, times a power of 2 for each last dimension,
-    which depends on its largest entry alone. What is not finite is 0."""
+    which depends on its largest entry alone; and the exponents of these powers. What is not finite is 0."""
     tensor = tensor.nan_to_num(0.0, 0.0, 0.0)
     _, exponent = torch.frexp(tensor.abs().amax(-1, keepdim=True))
     shift = (bits - exponent.clamp(min=-900)).double()
-    return (tensor * shift.exp2()).round(), (-shift).exp2()
+    return (tensor * shift.exp2()).round(), shift

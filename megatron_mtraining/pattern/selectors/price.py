@@ -64,6 +64,8 @@ class PriceSelector(Selector):
     """The distances and columns whose mass per unit of cost is at least each head's price, which is that of
     the call; policies say the caps."""
 
+    reads_query = False
+
     @classmethod
     def is_captured(cls, world: int) -> bool:
         return True

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
 from ...config import XAttentionPolicy
 from ...kernels.selection import antidiagonal_lse, block_masses, top_blocks
 from ..selector import selects_for
-from .key_blocks import BlockCall, KeyBlockSelector, chunks
+from .key_blocks import BlockCall, KeyBlockSelector, chunks, joined
 
 
 @selects_for(XAttentionPolicy)
@@ -21,6 +20,10 @@ class XAttentionSelector(KeyBlockSelector):
     gathered for one KV head at a time."""
 
     policy: XAttentionPolicy
+
+    @classmethod
+    def is_captured(cls, world: int) -> bool:
+        return world == 1  # the query block before is another rank's
 
     def choose(self, query: Tensor, key: Tensor, call: BlockCall) -> Tensor:
         cp, block_size, policy = call.cp, call.block_size, self.policy
@@ -31,25 +34,24 @@ class XAttentionSelector(KeyBlockSelector):
         nb, (_, batch, heads, _) = query.shape[0] // block_size, query.shape
         kv_heads, num_blocks = key.shape[2], nb * cp.world
         group = heads // kv_heads
-        blocks = torch.empty(batch, heads, nb, num_blocks, dtype=torch.uint8, device=query.device)
+        of_heads = []
         stride, wanted = policy.stride, math.ceil(policy.threshold * 2**30)
         squares = block_size // stride
         together = kv_heads if cp.world == 1 else 1
         for kv in range(0, kv_heads, together):
             keys = cp.all_gather(key[:, :, kv : kv + together])
             heads_of_kv = slice(kv * group, (kv + together) * group)
+            chosen = []
             for first, count in chunks(nb, batch * together * group * squares * num_blocks):
                 rows = query[first * block_size : (first + count) * block_size, :, heads_of_kv]
                 parts, lse = antidiagonal_lse(
-                    rows, keys, stride, block_size, first, cp.rank, cp.inner, call.softmax_scale
-                )
-                if call.hidden is not None:
-                    own = call.hidden[:, :, first : first + count].repeat_interleave(squares, 2)
-                    parts = parts.masked_fill(own, float("-inf"))
-                    lse = torch.logsumexp(parts * math.log(2), -1) / math.log(2)
+                    rows, keys, stride, block_size, first, cp.rank, cp.inner, call.softmax_scale,
+                    call.seen_from,
+                )  # fmt: skip
                 num_rows = -(-call.length // stride) - first * squares
                 mass = block_masses(parts, lse, squares, num_rows)
-                blocks[:, heads_of_kv, first : first + count] = top_blocks(
-                    mass, True, wanted, first, *call.always, cp.rank, cp.world, cp.inner
+                chosen.append(
+                    top_blocks(mass, True, wanted, first, *call.always, cp.rank, cp.world, cp.inner)
                 )
-        return blocks
+            of_heads.append(joined(chosen, 2))
+        return joined(of_heads, 1)

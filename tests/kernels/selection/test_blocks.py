@@ -59,6 +59,31 @@ def test_antidiagonal_lse_interpreted(interpreter):
     check_antidiagonal_lse(planted_operands(torch.float32, 512, dim=192), 2, 1, 64, 16, 1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:divide by zero")  # numpy's, in the interpreter
+@pytest.mark.parametrize(("world", "first"), [(1, 0), (1, 5), (2, 1)])
+def test_antidiagonal_lse_of_what_is_seen(triton_device, world, first):
+    """Tiles of rows whose blocks see other first blocks, some of them beyond the first tile of keys."""
+    query, key = planted_operands(torch.float32, 512, triton_device)
+    seen_from = torch.tensor([[0, 0, 2, 2, 2, 5, 5, 7], [0, 1, 1, 1, 4, 4, 4, 4]])
+    keys = torch.stack([stripe(key, r, world, 64, inner=1) for r in range(world)])
+    own = block_at(torch.arange(8 // world), world - 1, world, 1)
+    given = 4, 64, first, world - 1, 1, 0.3, seen_from[:, own].int().to(triton_device)
+    part = stripe(query, world - 1, world, 64, inner=1)[first * 64 :]
+    expected = reference_blocks.antidiagonal_lse(part, keys, *given)
+    every = reference_blocks.antidiagonal_lse(part, keys, *given[:-1])
+    for b in range(2):
+        for row, block in enumerate(own.tolist()[first:]):
+            hidden = expected[0][b, :, 16 * row : 16 * row + 16].isinf()
+            before = int(seen_from[b, block])
+            assert hidden[..., :before].all() and not hidden[..., before : block + 1].any()
+    seen = expected[0].isfinite()
+    assert torch.equal(expected[0][seen], every[0][seen])
+    found = selection.antidiagonal_lse(part, keys, *given)
+    for a, e in zip(found, expected):
+        assert torch.equal(a.isinf(), e.isinf())
+        torch.testing.assert_close(a.double().exp2(), e.exp2(), rtol=1e-4, atol=0)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("stride", [4, 16, 64])
