@@ -33,11 +33,14 @@ def chain_tiles(most: int, least: int = 1) -> int:
     return chain if most > chain else 0
 
 
-def partial_sums(grad_kv: Tensor, accumulator: Tensor | None, chain: int) -> Tensor:
-    """Where sums of keys are put aside: float32 ``[2, s, b, hk, d]`` with the strides of ``grad_kv``."""
+def partial_sums(
+    grad_kv: Tensor, accumulator: Tensor | None, chain: int, segments: bool = False
+) -> Tensor:
+    """Where sums of keys are put aside, of chains or of segments: float32 ``[2, s, b, hk, d]`` with the
+    strides of ``grad_kv``."""
     if accumulator is not None:
         return accumulator
-    if chain == 0 or grad_kv.dtype == torch.float32:
+    if (chain == 0 and not segments) or grad_kv.dtype == torch.float32:
         return grad_kv
     # Not touched unless a key block has more tiles to add.
     return torch.empty_like(grad_kv, dtype=torch.float32)

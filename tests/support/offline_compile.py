@@ -107,9 +107,12 @@ def compile_all(
     """``describe(kernel)`` of the kernels, or of one of them, of one round of two ranks, and of two rounds of
     one rank, or of those of these rounds with ``labels``."""
     from megatron_mtraining.kernels.attention import launch_args
+    from megatron_mtraining.kernels.attention.portable import segments
     from megatron_mtraining.ring import rounds
 
-    launch_args.CHAIN = 8  # as if the sequences were long
+    # As if the sequences were long.
+    launch_args.CHAIN = 8
+    segments.SEGMENT_BLOCKS = 2
     compiled = {}
     driver.set_active(OfflineDriver(capability))
     launch = JITFunction.run

@@ -2,8 +2,9 @@
 """Gradients of the keys and values of one rank on Hopper GPUs, in Gluon: the same sums as
 ``portable/backward_key.py``, deterministic.
 
-A program keeps one key block and walks the query tiles that attend to it (:mod:`.key_walk`). Two warpgroups
-compute (:mod:`.key_gradients`). The gathered columns have a kernel of their own, ``backward_columns.py``.
+A program keeps one key block and walks the query tiles that attend to it (:mod:`.key_walk`), with block lists
+a segment of these (:mod:`..portable.segments`). Two warpgroups compute (:mod:`.key_gradients`). The gathered
+columns have a kernel of their own, ``backward_columns.py``.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ..backward_path import chunk_blocks, chunks, gpu_of
 from ..launch_args import BLOCK_DISTANCES, block_distances, chain_tiles, partial_sums
 from ..operands import BackwardInputs, StepKeys
 from ..portable.columns import invert_columns
+from ..portable.segments import find_segments
 from .descriptors import tile_dim
 from .key_common import (
     QueryDescriptors,
@@ -33,7 +35,7 @@ from .key_common import (
     range_arguments,
 )
 from .key_gradients import KeyResults, attend
-from .key_walk import RankIndex, add_sums, load_queries
+from .key_walk import RankIndex, Segment, add_sums, load_queries
 from .query_sums import new_zero
 
 CHUNK: int | None = None
@@ -77,6 +79,8 @@ def _key_kernel(
     dq_desc,
     # Results, and the columns' gradients: see KeyResults
     dk_ptr, dv_ptr, partial_ptr, column_dk, column_dv, column_entries, turns_ptr,
+    # What each program has (Segments.programs), or None
+    programs_ptr,
     # The index, and visible ranges: the ranks of the keys and of the queries
     block_ptr, block_list, starts_desc, q_block_bounds, kv_rank, query_rank, world, inner,
     stride_n, stride_b, stride_h,
@@ -89,11 +93,15 @@ def _key_kernel(
     STAGES: gl.constexpr, GRAD_OUT_STAGES: gl.constexpr, PART: gl.constexpr,
     SPLITS: gl.constexpr, DIAGONAL: gl.constexpr, COLUMNS: gl.constexpr,
     ACCUMULATE: gl.constexpr, CHAIN: gl.constexpr, LISTS: gl.constexpr, RANGES: gl.constexpr,
-    CHUNKS: gl.constexpr, ONE_LAUNCH: gl.constexpr, GROUP_SIZE: gl.constexpr,
+    CHUNKS: gl.constexpr, ONE_LAUNCH: gl.constexpr, GROUP_SIZE: gl.constexpr, SEGMENT: gl.constexpr,
 ):  # fmt: skip
     # The first key blocks are seen by the most queries: start them first.
-    kv_block = gl.program_id(0)
-    turn = 0
+    segment = Segment(programs_ptr, SEGMENT)
+    kv_block = segment.kv_block()
+    turn = segment.number()
+    if SEGMENT > 0:
+        if kv_block < 0:  # there are fewer programs than the host has started
+            return
     if ONE_LAUNCH:
         first_q_block += gl.program_id(2) * chunk_blocks
         end_kv_block = first_q_block + kv_ahead
@@ -101,8 +109,9 @@ def _key_kernel(
             return
         # Programs of earlier chunks that add to the same gradients.
         turn = (end_kv_block - 1) // chunk_blocks - kv_block // chunk_blocks
-    batch = gl.program_id(1) // (HEADS // GROUP)
-    kv_head = gl.program_id(1) % (HEADS // GROUP)
+    line = segment.line()
+    batch = line // (HEADS // GROUP)
+    kv_head = line % (HEADS // GROUP)
     results = KeyResults(
         dk_ptr,
         dv_ptr,
@@ -148,6 +157,14 @@ def _key_kernel(
         num_tiles = _count_tiles(
             index, kv_block, batch, kv_head, end_q_block, HEADS, GROUP, GROUP_SIZE
         )
+    if SEGMENT > 0:
+        listed = num_tiles // 2
+        first_blocks = 0
+        if DIAGONAL:
+            listed -= GROUP
+            first_blocks = segment.diagonal_blocks(GROUP)
+        listed = gl.minimum(gl.maximum(listed - segment.number() * SEGMENT, 0), SEGMENT)
+        num_tiles = 2 * (first_blocks + listed)
     num_tiles = gl.maximum(num_tiles, 1)
 
     shared = allocate_tiles(
@@ -160,20 +177,20 @@ def _key_kernel(
     gl.warp_specialize(
         [
             (attend, (
-                results, shared, column_len, num_tiles, key_len, softmax_scale, first_position,
+                results, shared, segment, column_len, num_tiles, key_len, softmax_scale, first_position,
                 HEAD_DIM, 0, HEADS, GROUP, BLOCK, SPLITS, DIAGONAL, COLUMNS, ACCUMULATE, CHAIN, RANGES,
-                ONE_LAUNCH,
+                ONE_LAUNCH or SEGMENT > 0,
             )),
             (attend, (
-                results, shared, column_len, num_tiles, key_len, softmax_scale, first_position,
+                results, shared, segment, column_len, num_tiles, key_len, softmax_scale, first_position,
                 HEAD_DIM, 1, HEADS, GROUP, BLOCK, SPLITS, DIAGONAL, COLUMNS, ACCUMULATE, CHAIN, RANGES,
-                ONE_LAUNCH,
+                ONE_LAUNCH or SEGMENT > 0,
             )),
             (load_queries, (
-                descs, k_desc, v_desc, shared, index, end_q_block, HEADS, GROUP, BLOCK, DIAGONAL,
+                descs, k_desc, v_desc, shared, index, segment, end_q_block, HEADS, GROUP, BLOCK, DIAGONAL,
             )),
-            (add_sums, (dq_desc, shared, index, end_q_block, 0, HEADS, GROUP, BLOCK, DIAGONAL)),
-            (add_sums, (dq_desc, shared, index, end_q_block, 1, HEADS, GROUP, BLOCK, DIAGONAL)),
+            (add_sums, (dq_desc, shared, index, segment, end_q_block, 0, HEADS, GROUP, BLOCK, DIAGONAL)),
+            (add_sums, (dq_desc, shared, index, segment, end_q_block, 1, HEADS, GROUP, BLOCK, DIAGONAL)),
         ][: WORKERS + 1],
         [4, 1, 1, 1][:WORKERS],
         [240, 24, 24, 24][:WORKERS],
@@ -262,25 +279,34 @@ def backward_key(
         if one_launch:
             shape = (batch * kv_heads, index.local_blocks, 2)
             turns = torch.zeros(shape, dtype=torch.int32, device=query.device)
+    # The programs of a chunk have few query blocks anyway.
+    segments = find_segments(index, kv_heads, ring_step) if len(launches) == 1 else None
     packed = index.visible is not None
     # A chain ends past the diagonal tiles.
     chain = chain_tiles(2 * index.local_blocks * group, 4 * group)
+    if segments is not None:
+        chain = 0  # a segment is shorter
     for each, part in itertools.product(launches, part_arguments(dim)):
         is_last = each is launches[-1]
         shared = turns is not None and not is_last
         result = grad_kv if is_last or accumulator is None else accumulator
+        grid = (each.kv_blocks(index.local_blocks, chunk), batch * kv_heads, each.chunks)
+        launch_turns = turns if shared else None
+        if segments is not None:
+            grid, launch_turns = (len(segments.programs), 1, 1), segments.new_turns(2)
         launch(
             _key_kernel,
-            (each.kv_blocks(index.local_blocks, chunk), batch * kv_heads, each.chunks),
+            grid,
             **query_arguments(inputs),
             **key_descriptors(key, keys.value, half, query_sums),
             dk_ptr=result[0],
             dv_ptr=result[1],
-            partial_ptr=partial_sums(result, accumulator, chain),
+            partial_ptr=partial_sums(result, accumulator, chain, segments is not None),
             column_dk=column_dk,
             column_dv=column_dv,
             column_entries=column_entries,
-            turns_ptr=turns if shared else None,
+            turns_ptr=launch_turns,
+            programs_ptr=None if segments is None else segments.programs,
             block_ptr=index.rank_ptr,
             block_list=index.rank_list,
             **range_arguments(index, ring_step.rank),
@@ -316,6 +342,7 @@ def backward_key(
             CHUNKS=each.first_q_block is not None,
             ONE_LAUNCH=shared,
             GROUP_SIZE=max(32, next_power_of_2(group)),
+            SEGMENT=0 if segments is None else segments.blocks,
             num_warps=4,
             maxnreg=168,
         )

@@ -25,7 +25,7 @@ class KeyResults:
     column_dk: Pointer  # [b, h, SPLITS, column_len, d]
     column_dv: Pointer
     column_entries: Pointer  # [b, h, s]: which of its head's columns each key is, or -1
-    turns: Pointer  # [b * hk, blocks, 2]: of each half of a key block, how many programs have added; or None
+    turns: Pointer  # [b * hk, nb, 2]: of each half of a key block, how many programs have added; or None
     turn: Scalar  # how many add before this one
     stride_n: Scalar
     stride_b: Scalar
@@ -41,7 +41,7 @@ def _wait_for(ptr, turn):
 
 @gluon.jit
 def attend(
-    results, shared, column_len, num_tiles, key_len, softmax_scale, first_position,
+    results, shared, segment, column_len, num_tiles, key_len, softmax_scale, first_position,
     HEAD_DIM: gl.constexpr, HALF: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr,
     SPLITS: gl.constexpr, DIAGONAL: gl.constexpr, COLUMNS: gl.constexpr, ACCUMULATE: gl.constexpr,
     CHAIN: gl.constexpr, RANGES: gl.constexpr, TURNS: gl.constexpr,
@@ -81,7 +81,8 @@ def attend(
             HALF, -1, HALF + 1 < num_tiles, gradients, k, v, tiles, scale, causal, position, layouts, sums,
             DIAGONAL_MASK, HALF == 1,
         )  # fmt: skip
-        for g in range(1, GROUP):
+        blocks = segment.diagonal_blocks(GROUP)
+        for g in range(1, blocks):
             n = 2 * g
             previous = n - 1
             if HALF == 0:
@@ -103,7 +104,7 @@ def attend(
                 n + HALF, previous, n + HALF + 1 < num_tiles, gradients, k, v, tiles, scale, causal,
                 position, layouts, sums, DIAGONAL_MASK,
             )  # fmt: skip
-        first = 2 * GROUP - 1 + HALF
+        first = 2 * blocks - 1 + HALF
     else:
         gradients = key_step(
             0, -1, num_tiles > 1, gradients, k, v, tiles, scale, 0.0, position, layouts, sums, MASK,
@@ -116,9 +117,11 @@ def attend(
         )  # fmt: skip
     gradients = gradients.wait(0)
     # Only now: registers are full until here.
-    batch = gl.program_id(1) // (HEADS // GROUP)
-    kv_head = gl.program_id(1) % (HEADS // GROUP)
-    rows = gl.program_id(0) * BLOCK + HALF * HALF_N
+    kv_block = segment.kv_block()
+    line = segment.line()
+    batch = line // (HEADS // GROUP)
+    kv_head = line % (HEADS // GROUP)
+    rows = kv_block * BLOCK + HALF * HALF_N
     rows += gl.arange(0, HALF_N, layout=gl.SliceLayout(1, layouts.gradients))  # [HALF_N]
     d = gl.arange(0, D, layout=gl.SliceLayout(0, layouts.gradients))  # [D]
     inside = rows < key_len
@@ -127,7 +130,7 @@ def attend(
     dk_ptr = results.dk + head
     dv_ptr = results.dv + head
     if TURNS:
-        key_block = gl.program_id(1).to(gl.int64) * gl.num_programs(0) + gl.program_id(0)
+        key_block = line.to(gl.int64) * ((key_len + BLOCK - 1) // BLOCK) + kv_block
         turns = results.turns + 2 * key_block + HALF
         _wait_for(turns, results.turn)
     partial_dk = results.partial + head + row * results.stride_n + d[None, :]  # [HALF_N, D]
@@ -155,37 +158,47 @@ def attend(
         sums.finish(num_tiles - 1)
     dk = gradients.dk
     dv = gradients.dv
+    SEGMENTS: gl.constexpr = segment.BLOCKS > 0
+    finished = inside
+    if SEGMENTS:
+        finished = inside & segment.is_last()
     if COLUMNS:
         for g in range(GROUP):
             batch_head = (batch * HEADS + kv_head * GROUP + g).to(gl.int64)
             entry = gl.load(
-                results.column_entries + batch_head * key_len + rows, mask=inside, other=-1
+                results.column_entries + batch_head * key_len + rows, mask=finished, other=-1
             )
             for split in range(SPLITS):
-                line = (batch_head * SPLITS + split) * column_len + entry
-                line = line[:, None] * HEAD_DIM + d[None, :]
+                at = (batch_head * SPLITS + split) * column_len + entry
+                at = at[:, None] * HEAD_DIM + d[None, :]
                 if dk is not None:
                     dk += gl.load(
-                        results.column_dk + line, mask=of_rows(entry >= 0, d, HEAD_DIM), other=0.0
+                        results.column_dk + at, mask=of_rows(entry >= 0, d, HEAD_DIM), other=0.0
                     )
                 if dv is not None:
                     dv += gl.load(
-                        results.column_dv + line, mask=of_rows(entry >= 0, d, HEAD_DIM), other=0.0
+                        results.column_dv + at, mask=of_rows(entry >= 0, d, HEAD_DIM), other=0.0
                     )
-    stored = of_rows(inside, d, HEAD_DIM)
-    partial = stored
+    partial = of_rows(inside, d, HEAD_DIM)
     if not ACCUMULATE:
-        partial = stored & (num_tiles > CHAIN)
-    PARTIAL: gl.constexpr = ACCUMULATE or CHAIN > 0
+        partial = partial & (results.turn > 0 if SEGMENTS else num_tiles > CHAIN)
+    stored = of_rows(finished, d, HEAD_DIM)
+    if SEGMENTS:
+        handed_on = of_rows(inside & (segment.is_last() == 0), d, HEAD_DIM)
+    PARTIAL: gl.constexpr = ACCUMULATE or CHAIN > 0 or SEGMENTS
     if dk is not None:
         dk = dk * softmax_scale
         if PARTIAL:
             dk += gl.load(partial_dk, mask=partial, other=0.0, cache_modifier=".cg")
+        if SEGMENTS:
+            gl.store(partial_dk, dk, mask=handed_on)
         dk = dk.to(dk_ptr.dtype.element_ty)
         gl.store(dk_ptr + row * results.stride_n + d[None, :], dk, mask=stored)
     if dv is not None:
         if PARTIAL:
             dv += gl.load(partial_dv, mask=partial, other=0.0, cache_modifier=".cg")
+        if SEGMENTS:
+            gl.store(partial_dv, dv, mask=handed_on)
         dv = dv.to(dv_ptr.dtype.element_ty)
         gl.store(dv_ptr + row * results.stride_n + d[None, :], dv, mask=stored)
     if TURNS:

@@ -15,6 +15,53 @@ from .query_sums import QueryAdder
 
 
 @aggregate
+class Segment:
+    """What a program has: a key block, and a segment of the query blocks that attend to it. It is read where
+    it is needed, and takes no registers between."""
+
+    programs: Pointer  # portable.segments.Segments.programs; None for all query blocks, by the launch's grid
+    BLOCKS: gl.constexpr  # of a segment, beside those at the key block's own place
+
+    @gluon.jit
+    def kv_block(self):
+        """The key block; below 0 if the program has nothing to do."""
+        kv_block = gl.program_id(0)
+        if self.programs is not None:
+            kv_block = gl.load(self.programs + 4 * kv_block)
+        return kv_block
+
+    @gluon.jit
+    def line(self):
+        """Its head, of ``b * hk``."""
+        line = gl.program_id(1)
+        if self.programs is not None:
+            line = gl.load(self.programs + 4 * gl.program_id(0) + 1)
+        return line
+
+    @gluon.jit
+    def number(self):
+        """Which of the key block's segments it is."""
+        number = 0
+        if self.programs is not None:
+            number = gl.load(self.programs + 4 * gl.program_id(0) + 2)
+        return number
+
+    @gluon.jit
+    def is_last(self):
+        """Whether it is the key block's last segment, which makes the result. Read with segments."""
+        return self.number() + 1 == gl.load(self.programs + 4 * gl.program_id(0) + 3)
+
+    @gluon.jit
+    def diagonal_blocks(self, GROUP: gl.constexpr):
+        """How many query blocks come first that may be at the key block's own place: each head's. A later
+        segment has one in their stead, of zeros: the warpgroups' first steps are made for such blocks."""
+        blocks = GROUP
+        if self.programs is not None:
+            blocks = gl.where(self.number() == 0, GROUP, 1)
+        return blocks
+
+
+@aggregate
 class RankIndex:
     """Which query blocks of this rank attend to each key block of one rank: a pattern index on the device.
 
@@ -93,23 +140,30 @@ class RankIndex:
 
 @gluon.jit
 def _walk(
-    visitor, index, end_q_block,
+    visitor, index, segment, end_q_block,
     HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr, DIAGONAL: gl.constexpr,
 ):  # fmt: skip
-    """Visit the query tiles of a key block, in order."""
-    kv_block = gl.program_id(0)
-    batch = gl.program_id(1) // (HEADS // GROUP)
-    kv_head = gl.program_id(1) % (HEADS // GROUP)
+    """Visit the query tiles of a segment of a key block, in order."""
+    kv_block = segment.kv_block()
+    line = segment.line()
+    batch = line // (HEADS // GROUP)
+    kv_head = line % (HEADS // GROUP)
     n = 0
     if DIAGONAL:
         # The diagonal block of every head first, then all that needs no mask.
-        for g in range(GROUP):
+        diagonal = kv_block
+        if segment.BLOCKS > 0:
+            diagonal = gl.where(segment.number() == 0, kv_block, index.local_blocks)
+        for g in range(segment.diagonal_blocks(GROUP)):
             head = kv_head * GROUP + g
             batch_head = batch * HEADS + head
             for i in gl.static_range(BLOCK // BLOCK_M):
-                row = kv_block * BLOCK + i * BLOCK_M
+                row = diagonal * BLOCK + i * BLOCK_M
                 visitor.visit(n, batch, head, batch_head, row)
                 n += 1
+    begin = (
+        segment.number() * segment.BLOCKS
+    )  # of the segment, in what is left of the group's lists
     for g in range(GROUP):
         head = kv_head * GROUP + g
         batch_head = batch * HEADS + head
@@ -121,6 +175,11 @@ def _walk(
             )
             if DIAGONAL and apart == 0:
                 low += 1
+            if segment.BLOCKS > 0:
+                count = high - low
+                high = low + gl.minimum(gl.maximum(begin + segment.BLOCKS, 0), count)
+                low += gl.minimum(gl.maximum(begin, 0), count)
+                begin -= count
             for j in range(low, high):
                 quotient = gl.load(head_list + j).to(gl.int32)
                 row = (first + index.LISTS_PER_BLOCK * quotient) * BLOCK
@@ -128,28 +187,29 @@ def _walk(
                     visitor.visit(n, batch, head, batch_head, row + i * BLOCK_M)
                     n += 1
     if n == 0:
-        # No query sees this block: a tile of zeros past the end.
+        # No query sees this block, or none of the segment: a tile of zeros past the end.
         visitor.visit(0, batch, kv_head * GROUP, batch * HEADS, index.local_blocks * BLOCK)
 
 
 @gluon.jit
 def load_queries(
-    descs, k_desc, v_desc, shared, index, end_q_block,
+    descs, k_desc, v_desc, shared, index, segment, end_q_block,
     HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr, DIAGONAL: gl.constexpr,
 ):  # fmt: skip
     """The loading warp."""
-    batch = gl.program_id(1) // (HEADS // GROUP)
-    kv_head = gl.program_id(1) % (HEADS // GROUP)
-    shared.resident.load(k_desc, v_desc, batch, kv_head, gl.program_id(0) * BLOCK)
+    line = segment.line()
+    batch = line // (HEADS // GROUP)
+    kv_head = line % (HEADS // GROUP)
+    shared.resident.load(k_desc, v_desc, batch, kv_head, segment.kv_block() * BLOCK)
     loader = TileLoader(shared.queries, descs)
-    _walk(loader, index, end_q_block, HEADS, GROUP, BLOCK, DIAGONAL)
+    _walk(loader, index, segment, end_q_block, HEADS, GROUP, BLOCK, DIAGONAL)
 
 
 @gluon.jit
 def add_sums(
-    dq_desc, shared, index, end_q_block, HALF: gl.constexpr,
+    dq_desc, shared, index, segment, end_q_block, HALF: gl.constexpr,
     HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr, DIAGONAL: gl.constexpr,
 ):  # fmt: skip
     """A warp that adds to the queries' gradient."""
     adder = QueryAdder(shared.sums_of_half(HALF), dq_desc)
-    _walk(adder, index, end_q_block, HEADS, GROUP, BLOCK, DIAGONAL)
+    _walk(adder, index, segment, end_q_block, HEADS, GROUP, BLOCK, DIAGONAL)

@@ -5,8 +5,8 @@
 
 A program holds BLOCK_N keys of one block and loops over the query blocks that attend to them, for every query
 head of the group: the slash list the other way round (``RingStep.block_distances``). Where it is given the
-columns' gradients, it adds the rows that lie in its block. All sums are in a fixed order, without atomics, so
-the result is deterministic.
+columns' gradients, it adds the rows that lie in its block. Of block lists it may have one segment of these
+query blocks (:mod:`.segments`). All sums are in a fixed order, so the result is deterministic.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from ..launch_args import (
 )
 from ..operands import BackwardInputs, StepKeys
 from .query_tiles import add_tile, put_aside, query_arguments, query_tile
+from .segments import end_turn, find_segments, wait_for_turn
 
 
 @triton.jit(do_not_specialize=["rank", "query_rank", *BLOCK_DISTANCES])
@@ -54,6 +55,9 @@ def _key_kernel(
     partial_dv_ptr,
     column_dk_ptr,  # [b, h, SPLITS, C, d] float32, read if COLUMNS
     column_dv_ptr,
+    # Segments.programs, or None; and how many programs have added to each tile of keys
+    programs_ptr,
+    turns_ptr,
     # The pattern by key rank (types.PatternOperand); visible ranges and the queries' rank, or None
     block_ptr,
     block_list,
@@ -114,14 +118,26 @@ def _key_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHAIN: tl.constexpr,
+    SEGMENT: tl.constexpr,
 ):
     parts: tl.constexpr = BLOCK // BLOCK_N
     tiles: tl.constexpr = BLOCK // BLOCK_M
     k_block = tl.program_id(0) // parts
     part = tl.program_id(0) % parts
+    line = tl.program_id(1)
+    segment = 0
+    is_last = True
+    if programs_ptr is not None:
+        programs_ptr += 4 * k_block
+        k_block = tl.load(programs_ptr)
+        if k_block < 0:
+            return
+        line = tl.load(programs_ptr + 1)
+        segment = tl.load(programs_ptr + 2)
+        is_last = segment + 1 == tl.load(programs_ptr + 3)
     kv_heads: tl.constexpr = HEADS // GROUP
-    batch = (tl.program_id(1) // kv_heads).to(tl.int64)
-    kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
+    batch = (line // kv_heads).to(tl.int64)
+    kv_head = (line % kv_heads).to(tl.int64)
     offs_n = tl.arange(0, BLOCK_N)
     offs_m = tl.arange(0, BLOCK_M)
     start_n = k_block * BLOCK + part * BLOCK_N
@@ -153,6 +169,7 @@ def _key_kernel(
         end_q_block = blocks_before(
             tl.load(q_block_bounds + local_blocks * world), query_rank, world, inner
         )
+    begin_segment = segment * SEGMENT  # in what is left of the group's lists
     for g in range(GROUP):
         head = kv_head * GROUP + g
         bh = batch * HEADS + head
@@ -162,7 +179,7 @@ def _key_kernel(
         delta_head = delta_ptr + bh * query_len
         if DIAGONAL:
             in_chain += tiles - part * BLOCK_N // BLOCK_M
-            for tile in range(part * BLOCK_N // BLOCK_M, tiles):
+            for tile in range(part * BLOCK_N // BLOCK_M, tiles if segment == 0 else 0):
                 start_m = k_block * BLOCK + tile * BLOCK_M
                 q, do, lse, delta = query_tile(
                     start_m, offs_m, q_head, do_head, lse_head, delta_head, stride_qm, stride_dom,
@@ -196,6 +213,12 @@ def _key_kernel(
                     unmasked_end = tl.load(block_ptr + bh * ptr_len + residue + count)
             if DIAGONAL and apart == 0:
                 low += 1
+            if programs_ptr is not None:
+                count = tl.maximum(high - low, 0)
+                high = low + tl.minimum(tl.maximum(begin_segment + SEGMENT, 0), count)
+                low += tl.minimum(tl.maximum(begin_segment, 0), count)
+                begin_segment -= count
+                unmasked_end = tl.minimum(unmasked_end, high)
             for MASKED in tl.static_range(2 if RANGES else 1):
                 begin = tl.maximum(low, unmasked_end) if MASKED else low
                 end = high if MASKED else unmasked_end
@@ -236,23 +259,34 @@ def _key_kernel(
             column_ptr_block = (
                 column_ptr + bh * column_ptr_len + block_at(k_block, rank, world, inner)
             )
-            for j in range(tl.load(column_ptr_block), tl.load(column_ptr_block + 1)):
+            end_column = tl.load(column_ptr_block + 1) if is_last else 0
+            for j in range(tl.load(column_ptr_block), end_column):
                 row = tl.load(columns + bh * column_len + j) % BLOCK - part * BLOCK_N
                 for split in range(SPLITS):
-                    line = ((bh * SPLITS + split) * column_len + j) * D
+                    at = ((bh * SPLITS + split) * column_len + j) * D
                     here = (offs_n == row)[:, None]
-                    dk += tl.where(here, load_row(column_dk_ptr + line, D)[None, :], 0.0)
-                    dv += tl.where(here, load_row(column_dv_ptr + line, D)[None, :], 0.0)
+                    dk += tl.where(here, load_row(column_dk_ptr + at, D)[None, :], 0.0)
+                    dv += tl.where(here, load_row(column_dv_ptr + at, D)[None, :], 0.0)
     dk = dk * softmax_scale
+    if programs_ptr is not None:
+        turns_ptr += (line.to(tl.int64) * local_blocks + k_block) * parts + part
+        wait_for_turn(turns_ptr, segment)
+        asides += segment
     if ACCUMULATE:
         dk += load_rows(partial_dk_ptr, start_n, stride_dn, offs_n, key_len, D, EVEN)
         dv += load_rows(partial_dv_ptr, start_n, stride_dn, offs_n, key_len, D, EVEN)
-    elif CHAIN > 0:
+    elif CHAIN > 0 or programs_ptr is not None:
         read = tl.where(asides > 0, key_len, 0)
         dk += load_rows(partial_dk_ptr, start_n, stride_dn, offs_n, read, D, False)
         dv += load_rows(partial_dv_ptr, start_n, stride_dn, offs_n, read, D, False)
-    store_rows(dk_ptr + head_offset, start_n, stride_dn, offs_n, key_len, dk, D, EVEN)
-    store_rows(dv_ptr + head_offset, start_n, stride_dn, offs_n, key_len, dv, D, EVEN)
+    if is_last:
+        store_rows(dk_ptr + head_offset, start_n, stride_dn, offs_n, key_len, dk, D, EVEN)
+        store_rows(dv_ptr + head_offset, start_n, stride_dn, offs_n, key_len, dv, D, EVEN)
+    else:
+        store_rows(partial_dk_ptr, start_n, stride_dn, offs_n, key_len, dk, D, EVEN)
+        store_rows(partial_dv_ptr, start_n, stride_dn, offs_n, key_len, dv, D, EVEN)
+    if programs_ptr is not None:
+        end_turn(turns_ptr)
 
 
 def backward_key(
@@ -270,17 +304,23 @@ def backward_key(
     kv_heads = key.shape[2]
     tile = tile_for("key", dim, index.block_size, query)
     dk, dv = grad_kv
+    parts = index.block_size // tile.block_n
+    grid = (index.local_blocks * parts, batch * kv_heads)
+    segments = find_segments(index, kv_heads, ring_step)
     chain = chain_tiles(
         index.local_blocks * (heads // kv_heads) * (index.block_size // tile.block_m)
     )
-    partial_dk, partial_dv = partial_sums(grad_kv, accumulator, chain)
+    if segments is not None:
+        chain = 0  # a segment is shorter
+        grid = (len(segments.programs) * parts, 1)
+    partial_dk, partial_dv = partial_sums(grad_kv, accumulator, chain, segments is not None)
     column_dk, column_dv, splits, num_columns = inputs.lse, inputs.lse, 1, 0  # not read
     if column_gradients is not None:
         column_dk, column_dv = column_gradients
         splits, num_columns = column_gradients.shape[3:5]
     launch(
         _key_kernel,
-        (index.local_blocks * (index.block_size // tile.block_n), batch * kv_heads),
+        grid,
         **query_arguments(inputs),
         k_ptr=key,
         v_ptr=value,
@@ -300,6 +340,8 @@ def backward_key(
         key_len=key.shape[0],
         column_dk_ptr=column_dk,
         column_dv_ptr=column_dv,
+        programs_ptr=None if segments is None else segments.programs,
+        turns_ptr=None if segments is None else segments.new_turns(parts),
         columns=index.columns,
         column_ptr=index.column_ptr,
         column_ptr_len=index.column_ptr.shape[-1],
@@ -330,6 +372,7 @@ def backward_key(
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         CHAIN=chain,
+        SEGMENT=0 if segments is None else segments.blocks,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
