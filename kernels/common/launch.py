@@ -3,7 +3,8 @@
 
 Triton inspects every argument of every launch to find the compiled kernel. With short sequences this takes
 longer than the kernels run. A layer launches the same kernels with the same shapes in every step, so
-:func:`launch` remembers the compiled kernel of each combination of shapes and calls it directly.
+:func:`launch` remembers the compiled kernel of each combination of shapes and calls it directly
+(:mod:`.direct_call`).
 
 This relies on how Triton calls a compiled kernel, which may change. Versions other than
 :data:`LAUNCH_VERSIONS` take Triton's own launch; so does ``MTRAINING_TRITON_LAUNCH=1`` in the environment,
@@ -24,6 +25,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from ...switches import switch
+from .direct_call import Call, direct_call
 from .triton_version import is_tested_triton
 
 LAUNCH_VERSIONS = ((3, 6), (3, 9))
@@ -74,37 +76,45 @@ def launch(kernel: Any, grid: tuple[int, ...], /, **arguments: Any) -> Any:
     if names != order.names:
         order = launches.look_up(names, given)
     values = order.arrange(given)
-    passed = [*values]
-    device = driver.active.get_current_device()
+    passed = [*values[: launches.num_parameters]]
+    active = driver.active
+    device = active.get_current_device()
     # All that a kernel may be compiled for: dtypes, alignment, and the values of numbers and constants.
     seen: list[Any] = [device, order.numbers(values)]
     for place in order.objects:
         value = values[place]
         if isinstance(value, Tensor):
             address = value.data_ptr()
-            seen.append((value.dtype, address & 15 == 0))
+            seen.append((value.dtype,) if address & 15 else value.dtype)
             if value.is_cuda:  # else Triton's launcher asks the driver, and refuses it
                 passed[place] = address
         elif value is None or isinstance(value, _NUMBERS):
             seen.append(value)
-        else:  # a tensor descriptor
-            seen.append((value.base.dtype, *value.block_shape))
+        else:
+            seen.append(kind_of(value))
     key = (*seen,)
     found = order.found
-    compiled = found.get(key)
-    if compiled is not None:
-        count = launches.num_parameters
+    known = found.get(key)
+    if known is not None:
+        compiled, call = known
+        sizes = (*grid, 1, 1)[:3]
         if _has_hooks():
-            compiled[(*grid, 1, 1)[:3]](*values[:count])
+            compiled[sizes](*values[: launches.num_parameters])
         else:
-            _call(compiled, grid, device, passed[:count])
+            call(sizes, active.get_current_stream(device), passed)
         return compiled
     compiled = kernel[grid](**arguments)
     if compiled is not None:
         if len(found) >= _MAX_CACHED:
             found.clear()
-        found[key] = compiled
+        found[key] = compiled, direct_call(compiled, passed)
     return compiled
+
+
+def kind_of(descriptor: Any) -> tuple:
+    """What a kernel is compiled for, of a tensor descriptor, as far as its launches differ in it."""
+    kind = vars(descriptor).get("kind")
+    return kind or (descriptor.base.dtype, *descriptor.block_shape)
 
 
 def _has_hooks() -> bool:
@@ -115,14 +125,6 @@ def _has_hooks() -> bool:
         if hook is not None and getattr(hook, "calls", True):
             return True
     return False
-
-
-def _call(compiled: Any, grid: tuple[int, ...], device: int, arguments: list) -> None:
-    """Launch a compiled kernel on the current stream: ``compiled[grid](*arguments)`` without hooks. Triton
-    makes two functions for that, and calls the empty chains of hooks."""
-    stream = driver.active.get_current_stream(device)
-    function, metadata = compiled.function, compiled.packed_metadata
-    compiled.run(*(*grid, 1, 1)[:3], stream, function, metadata, None, None, None, *arguments)
 
 
 @functools.cache
@@ -143,8 +145,9 @@ class _Order(NamedTuple):
     """Picks numbers, constants and options from reordered values."""
     objects: tuple[int, ...]
     """The places of all others: of operands that were no numbers in the first launch."""
-    found: dict[tuple, Any]
-    """Compiled kernels of launches with the same options, by what the compiler sees of other arguments."""
+    found: dict[tuple, tuple[Any, Call]]
+    """Compiled kernels of launches with the same options, and how they are called, by what the compiler sees
+    of other arguments."""
 
 
 class _Launches:
@@ -168,7 +171,7 @@ class _Launches:
             raise TypeError(f"{kernel.__name__}: constexpr parameters must come after all others")
         self.last = _Order((), tuple, tuple, (), {})
         self._orders: dict[tuple[str, ...], _Order] = {}
-        self._found: dict[tuple, dict[tuple, Any]] = {}
+        self._found: dict[tuple, dict[tuple, tuple[Any, Call]]] = {}
 
     def look_up(self, names: tuple[str, ...], given: tuple) -> _Order:
         """The order of these names, remembered as the last; ``given`` are the values of a launch."""
