@@ -50,7 +50,7 @@ class KeysAndValues:
         if index is not None:
             self.columns(index)
         if ring.cp.world == 1:
-            self._current = key[None], value[None]
+            self._current = key.unsqueeze(0), value.unsqueeze(0)  # faster than by [None]
             return
         gathered = key.new_empty(ring.cp.inner, 2, *key.shape)
         kernels.pack_kv(key, value, gathered[ring.cp.inner_rank])
@@ -321,7 +321,7 @@ class _RingAttention(torch.autograd.Function):
         dq, dkv, grad_offset = _backward(
             query, key, value, grad_out, out, lse, *ctx.rest, packed=packed, offset=offset
         )
-        return dq, dkv[0], dkv[1], grad_offset, *[None] * 6
+        return dq, *dkv.unbind(), grad_offset, *[None] * 6
 
 
 def ring_attention(

@@ -25,7 +25,12 @@ from triton.compiler import CompiledKernel
 
 from megatron_mtraining.kernels.common import launch as module
 from megatron_mtraining.kernels.common.direct_call import direct_call
-from megatron_mtraining.kernels.common.launch import launch, launches_directly
+from megatron_mtraining.kernels.common.launch import (
+    Constants,
+    ConstantsCache,
+    launch,
+    launches_directly,
+)
 from megatron_mtraining.kernels.common.triton_version import is_tested_triton
 
 descriptors_module = pytest.importorskip("megatron_mtraining.kernels.attention.hopper.descriptors")
@@ -300,6 +305,37 @@ def test_arguments_may_come_in_any_order(kernel):
     assert kernel.lookups == 1 and kernel.launched[1][1:] == (x, 7, True, 32)
 
 
+def test_constants_are_told_apart_by_the_object(kernel):
+    """In launches in turns, too; and where a number comes by name in place of with the constants."""
+    x = torch.zeros(64)
+    some, others = (Constants(n=n, WIDE=True, BLOCK=32, **OPTIONS) for n in (7, 9))
+    for _ in range(2):
+        for constants in (some, others):
+            launch(kernel, (1,), constants, x=x)
+            assert kernel.launched[-1][1:] == (x, *constants.values[:3])
+    launch(kernel, (1,), some, x=x[1:])
+    assert kernel.lookups == 3
+    launch(kernel, (1,), Constants(WIDE=True, BLOCK=32), x=x, n=8, **OPTIONS)
+    launch(kernel, (1,), x=x, **dict(some.arguments, n=8))
+    assert kernel.lookups == 5 and kernel.launched[-1][2] == 8
+    with pytest.raises(TypeError, match="missing arguments: WIDE, BLOCK"):
+        launch(kernel, (1,), Constants(n=7), x=x)
+
+
+def test_constants_are_made_once(monkeypatch):
+    monkeypatch.setattr(module, "_MAX_CACHED", 3)
+    cache, made = ConstantsCache(), []
+
+    def make():
+        made.append(n)
+        return dict(n=n)
+
+    for n in (1, 1, 2, 1, 3, 4):
+        assert cache.get((n,), make).arguments == dict(n=n)
+        assert len(cache._found) <= 3
+    assert made == [1, 2, 3, 4]
+
+
 def test_a_missing_argument_is_named(kernel):
     with pytest.raises(TypeError, match="missing arguments: n, BLOCK"):
         launch(kernel, (1,), x=torch.zeros(64), WIDE=True)
@@ -316,6 +352,9 @@ def test_remembered_launches_are_bounded(kernel, monkeypatch):
     for n in range(10):
         launch(kernel, (1,), x=torch.zeros(64), n=n, WIDE=True, BLOCK=32, **OPTIONS)
         assert len(module._LAUNCHES[id(kernel)].last.found) <= 3
+    for n in range(10):
+        launch(kernel, (1,), Constants(n=n, WIDE=True, BLOCK=32), x=torch.zeros(64), **OPTIONS)
+        assert len(module._LAUNCHES[id(kernel)]._orders) <= 3
 
 
 def launched_twice(kernel) -> int:
