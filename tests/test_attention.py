@@ -228,3 +228,36 @@ def test_a_scale_may_be_a_whole_number():
     }
     for scale in (1, 2, 1):
         assert torch.equal(attend(*given, config=PRICED, softmax_scale=scale).out, real[scale])
+
+
+class NoGradient(torch.autograd.Function):
+    """Has no gradient to give to what it is applied to."""
+
+    @staticmethod
+    def forward(ctx, out):
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx, _):
+        return None
+
+
+def test_no_gradient_of_out_is_one_of_zeros():
+    query, key = torch.randn(TOKENS, 1, HEADS, 64), torch.randn(TOKENS, 1, 2, 64)
+    leaves = [each.requires_grad_() for each in (query, key, key.clone().detach())]
+    out = attend(*leaves, config=PRICED).out
+    gradients = torch.autograd.grad(NoGradient.apply(out).sum(), leaves)
+    for gradient, leaf in zip(gradients, leaves, strict=True):
+        assert gradient.shape == leaf.shape and not gradient.any()
+
+
+def test_the_backward_makes_no_gradients_of_what_has_none():
+    """On a GPU, zeros of the size of lse are a launch."""
+    query = torch.randn(TOKENS, 1, HEADS, 64, requires_grad=True)
+    key = torch.randn(TOKENS, 1, 2, 64)
+    result = attend(query, key, key, config=PRICED)
+    assert not result.lse.requires_grad
+    with torch.profiler.profile() as profiler:
+        result.out.sum().backward()
+    made = {event.key for event in profiler.key_averages()}
+    assert "_RingAttentionBackward" in made and "aten::zeros" not in made

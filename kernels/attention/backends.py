@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Protocol
+import importlib
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -68,13 +69,13 @@ def backend_for(index: PatternOperand, query: Tensor, *operands: Tensor) -> Back
     """The backend that takes these operands, ``[s, b, h, d]`` (keys and values also ``[I, s, b, hk, d]``)."""
     if not uses_triton(query):
         return reference
-    if uses_hopper(index, query, *operands):
-        from .hopper import backend as hopper
+    return _kernels("hopper" if uses_hopper(index, query, *operands) else "portable")
 
-        return hopper
-    from .portable import backend as portable
 
-    return portable
+@functools.cache
+def _kernels(name: str) -> Backend:
+    """Imported when they are first needed, so that CPU users need no Triton."""
+    return cast(Backend, importlib.import_module(f"{__package__}.{name}.backend"))
 
 
 def choose_backward(
@@ -124,7 +125,7 @@ def uses_hopper(index: PatternOperand, query: Tensor, *operands: Tensor) -> bool
         and query.shape[0] % 4 == 0
         and _is_hopper(query.device)
         and switch("MTRAINING_PORTABLE_KERNELS") != "1"
-        and all(fits_tma(operand) for operand in (query, *operands))
+        and all(map(fits_tma, (query, *operands)))
         and is_tested_triton(
             GLUON_VERSIONS, "attention takes the portable kernels, which are slower"
         )

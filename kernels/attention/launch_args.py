@@ -46,14 +46,33 @@ def partial_sums(
     return torch.empty_like(grad_kv, dtype=torch.float32)
 
 
+def sizes_of(index: PatternOperand) -> tuple:
+    """All of an index that numbers among the arguments follow from."""
+    return (
+        index.has_block_lists, index.visible is None, index.member.shape, index.columns.shape,
+        index.column_ptr.shape, index.list_strides, index.block_size, index.world, index.inner,
+    )  # fmt: skip
+
+
 def round_arguments(index: PatternOperand, round_: Round) -> dict[str, Any]:
     """Arguments of kernels that hold queries: which keys of a round they attend to, and constants of that."""
+    return {**round_tensors(index), **round_numbers(index, round_)}
+
+
+def round_tensors(index: PatternOperand) -> dict[str, Tensor]:
+    """Those of :func:`round_arguments` that are tensors."""
     return dict(
         block_ptr=index.round_ptr,
         block_list=index.round_list,
         member=index.member,
         columns=index.columns,
         column_ptr=index.column_ptr,
+    )
+
+
+def round_numbers(index: PatternOperand, round_: Round) -> dict[str, Any]:
+    """Those of :func:`round_arguments` that are numbers."""
+    return dict(
         ptr_len=index.column_ptr.shape[-1],
         list_len=index.list_strides[0],
         column_len=index.columns.shape[-1],
@@ -134,6 +153,11 @@ def key_ranges(index: PatternOperand, rank: int) -> dict[str, Tensor | None]:
 
 def mark_arguments(marks: BlockMarks | None) -> dict[str, Any]:
     """Arguments of the forward kernels, for the marks of blocks."""
+    return dict(**mark_tensors(marks), MARKS=marks is not None)
+
+
+def mark_tensors(marks: BlockMarks | None) -> dict[str, Tensor | None]:
+    """Those of :func:`mark_arguments` that are tensors."""
     if marks is None:
-        return dict(words=None, least_share_ptr=None, MARKS=False)
-    return dict(words=marks.words, least_share_ptr=marks.least_share, MARKS=True)
+        return dict(words=None, least_share_ptr=None)
+    return dict(words=marks.words, least_share_ptr=marks.least_share)

@@ -4,7 +4,7 @@ kernels rely on it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of query, key and value. The reference implementations also take float64."""
 
 
-@dataclass(frozen=True)
-class RoundKeys:
+class RoundKeys(NamedTuple):
     """The keys of one round.
 
     Attributes:
@@ -35,8 +34,7 @@ class RoundKeys:
     round: Round
 
 
-@dataclass(frozen=True)
-class StepKeys:
+class StepKeys(NamedTuple):
     """The keys of one rank.
 
     Attributes:
@@ -49,8 +47,7 @@ class StepKeys:
     ring_step: RingStep
 
 
-@dataclass(frozen=True)
-class ForwardInputs:
+class ForwardInputs(NamedTuple):
     """What attention to the keys of one round takes.
 
     Attributes:
@@ -70,15 +67,15 @@ class ForwardInputs:
 
     query: Tensor
     keys: RoundKeys
-    index: PatternOperand
+    # Shadows tuple.index(), which is never used.
+    index: PatternOperand  # type: ignore[assignment]
     softmax_scale: float
     lse: Tensor
     accumulator: Tensor | None = None
     marks: BlockMarks | None = None
 
 
-@dataclass(frozen=True)
-class BackwardInputs:
+class BackwardInputs(NamedTuple):
     """What all gradients through the queries of one rank take.
 
     Attributes:
@@ -96,7 +93,8 @@ class BackwardInputs:
     grad_out: Tensor
     lse: Tensor
     delta: Tensor
-    index: PatternOperand
+    # Shadows tuple.index(), which is never used.
+    index: PatternOperand  # type: ignore[assignment]
     softmax_scale: float
     attended: Tensor | None = None
     query_sums: Tensor | None = None

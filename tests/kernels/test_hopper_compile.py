@@ -5,7 +5,8 @@
   cannot follow an accumulator
 - registers are not spilled to memory in the loops over tiles
 - shared memory fits
-- descriptors: the shortcut past Triton's checks makes what Triton makes, and can be switched off
+- descriptors: the shortcut past Triton's checks makes what Triton makes, and can be switched off; one is used
+  again for the same memory alone
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -144,12 +146,42 @@ def test_descriptor_shortcut(monkeypatch):
     finally:
         launches_directly.cache_clear()
     for copy, other, views in zip(copies, checked, expected, strict=True):
-        assert type(copy) is type(other) and vars(copy).keys() == vars(other).keys()
-        assert copy.base is other.base and (copy.shape, copy.strides) == views
+        assert type(copy) is type(other) and vars(copy).keys() >= vars(other).keys()
+        assert copy.base.data_ptr() == other.base.data_ptr()
+        assert copy.base.dtype == other.base.dtype and (copy.shape, copy.strides) == views
         for name in ("shape", "strides", "block_shape", "layout"):
             assert getattr(copy, name) == getattr(other, name)
-    assert descriptors._checked_state.cache_parameters()["maxsize"] is not None
+    for cached in (descriptors._checked_state, descriptors._at):
+        assert cached.cache_parameters()["maxsize"] is not None
     # Outside the tested versions of Triton, and with the switch, Triton checks every descriptor.
     misaligned = torch.zeros(256 * 8 + 1, dtype=torch.bfloat16)[1:].view(256, 1, 1, 8)
     with pytest.raises(AssertionError):
         descriptors.descriptor(misaligned, [1, 1, 64, 8])
+
+
+def test_descriptors_of_equal_memory_are_one(monkeypatch):
+    """A descriptor, and what it is encoded as, is used again for the same address, shape, strides, dtype and
+    tile alone. It does not keep the memory."""
+    descriptors = pytest.importorskip("megatron_mtraining.kernels.attention.hopper.descriptors")
+    from megatron_mtraining.kernels.common.launch import launches_directly
+
+    monkeypatch.delenv("MTRAINING_TRITON_LAUNCH", raising=False)
+    launches_directly.cache_clear()
+    memory = torch.zeros(2 * 256 * 4 * 128, dtype=torch.bfloat16)
+    query = memory.view(512, 1, 4, 128)[:256]
+    tile = [1, 1, 64, 128]
+    first = descriptors.descriptor(query, tile)
+    assert descriptors.descriptor(memory.view(512, 1, 4, 128)[:256], tuple(tile)) is first
+    others = [
+        descriptors.descriptor(memory.view(512, 1, 4, 128)[256:], tile),  # address
+        descriptors.descriptor(memory.view(512, 1, 4, 128)[:128], tile),  # length
+        descriptors.descriptor(memory.view(256, 1, 8, 128)[:, :, :4], tile),  # strides
+        descriptors.descriptor(query.view(torch.float16), tile),
+        descriptors.descriptor(query, [1, 1, 128, 128]),
+        descriptors.descriptor(query, tile, 64),
+        descriptors.descriptor_heads_first(query, tile),
+    ]
+    assert len({id(each) for each in (first, *others)}) == len(others) + 1
+    held = weakref.ref(query)
+    del query
+    assert held() is None

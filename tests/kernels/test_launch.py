@@ -3,7 +3,7 @@
 
 - on a fake kernel: what is looked up once and what again, the order of arguments, the bound on memory, the
   stream, and hooks of a profiler;
-- on Triton's class of compiled kernels: the direct call is the one that Triton makes;
+- on Triton's classes of compiled kernels and launchers: the direct call is the one that Triton makes;
 - the switch to Triton's own launch, by the environment and by Triton's version;
 - on a GPU: kernels get the arguments they are given.
 """
@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -23,8 +24,17 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 
 from megatron_mtraining.kernels.common import launch as module
-from megatron_mtraining.kernels.common.launch import launch, launches_directly
+from megatron_mtraining.kernels.common.direct_call import direct_call
+from megatron_mtraining.kernels.common.launch import (
+    Constants,
+    ConstantsCache,
+    launch,
+    launches_directly,
+)
 from megatron_mtraining.kernels.common.triton_version import is_tested_triton
+
+descriptors_module = pytest.importorskip("megatron_mtraining.kernels.attention.hopper.descriptors")
+line_descriptor = descriptors_module.line_descriptor
 
 OPTIONS = dict(num_warps=4)
 
@@ -164,8 +174,93 @@ def test_hooks_hear_of_launches(kernel, monkeypatch, name):
     assert len(kernel.heard) == 2 and kernel.lookups == 1
 
 
-def test_the_direct_call_is_tritons(kernel, monkeypatch):
-    """But for hooks, of which there are none."""
+def triton_launcher(monkeypatch, descriptors: int, **changes):
+    """Triton's launcher of a kernel of ``x, descriptors, n, BLOCK``, and what the function in C is given."""
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    launched, encoded = [], []
+    fill = partial(mock_encode, encoded)
+    utils = SimpleNamespace(
+        # A class, as it has no code that Python could look into: it stands for a function in C.
+        launch=type("launch", (), {"__new__": lambda cls, *given: launched.append(given)}),
+        fill_tma_descriptor=fill,
+        fill_tma_descriptor_tiled=fill,
+        build_signature_metadata=lambda signature: b"signature",
+    )
+    active = SimpleNamespace(
+        utils=utils, get_current_device=lambda: 0, get_current_stream=lambda device: 5
+    )
+    monkeypatch.setattr(triton.runtime.driver, "_active", active)
+    descriptors_module._at.cache_clear()
+    if hasattr(driver, "make_launcher"):  # Triton 3.6 compiles the function for each kernel
+        monkeypatch.setattr(driver, "compile_module_from_src", lambda **_: utils)
+        monkeypatch.setattr(driver, "library_dirs", list)
+    else:
+        monkeypatch.setattr(driver, "PyKernelArg", SimpleNamespace, raising=False)
+        for name in ("ARG_CONSTEXPR", "ARG_KERNEL", "ARG_TUPLE"):
+            monkeypatch.setattr(driver, name, name, raising=False)
+    types = ["*fp32", *["tensordesc<fp32[1, 64]>"] * descriptors, "i32", "constexpr"]
+    meta = dict(swizzle=0, elem_size=4, elem_type=7, block_size=[1, 64], fp4_padded=False)
+    wants = dict(
+        num_ctas=1, global_scratch_size=0, global_scratch_align=1, profile_scratch_size=0,
+        profile_scratch_align=1, launch_cooperative_grid=False, launch_pdl=False, num_warps=4, shared=0,
+        tensordesc_meta=[dict(meta, swizzle=place) for place in range(descriptors)],
+    )  # fmt: skip
+    source = SimpleNamespace(
+        constants={}, signature={f"p{at}": kind for at, kind in enumerate(types)}
+    )
+    metadata = SimpleNamespace(**wants | changes)
+    run = driver.CudaLauncher(source, metadata)
+    compiled = SimpleNamespace(run=run, function=2, packed_metadata=(4, 1, 0), metadata=metadata)
+    return compiled, launched, encoded
+
+
+def mock_encode(encoded: list, address: int, swizzle: int, *rest):
+    encoded.append((address, swizzle))
+    return f"map of {address}"
+
+
+@pytest.mark.parametrize("descriptors", [0, 2])
+def test_the_direct_call_is_tritons(monkeypatch, fresh_switch, descriptors):
+    """The function in C gets from both what it gets from Triton's launcher."""
+    compiled, launched, encoded = triton_launcher(monkeypatch, descriptors)
+    lines = [torch.zeros(1, 2, 128) for _ in range(descriptors)]
+    arguments = ["x", *[line_descriptor(each, 64) for each in lines], 7, 64]
+    compiled.run(3, 2, 1, 5, 2, (4, 1, 0), None, None, None, *arguments)
+    call = direct_call(compiled, arguments)
+    with monkeypatch.context() as patch:  # not called again
+        patch.setattr(type(compiled.run), "__call__", None)
+        for _ in range(3):
+            call((3, 2, 1), 5, [*arguments])
+    theirs, *ours = launched
+    assert len(ours) == 3
+    for each in ours:
+        assert [*map(listed, each)] == [*map(listed, theirs)]
+    # Once by each: a descriptor keeps its encoding.
+    expected = [(each.data_ptr(), place) for place, each in enumerate(lines)]
+    assert sorted(encoded) == sorted(2 * expected)
+
+
+def listed(value):
+    return list(value) if isinstance(value, tuple) else value
+
+
+@pytest.mark.parametrize("change", ["global_scratch_size", "profile_scratch_size", "launcher"])
+def test_other_launchers_are_called_themselves(monkeypatch, fresh_switch, change):
+    """A kernel that wants memory, and a launcher of another kind."""
+    changes = {} if change == "launcher" else {change: 64}
+    compiled, launched, _ = triton_launcher(monkeypatch, 1, **changes)
+    calls = []
+    with monkeypatch.context() as patch:
+        if change == "launcher":
+            compiled.run.__class__ = type("OtherLauncher", (type(compiled.run),), {})
+        patch.setattr(type(compiled.run), "__call__", lambda _, *given: calls.append(given))
+        arguments = ["x", line_descriptor(torch.zeros(1, 2, 128), 64), 7, 64]
+        direct_call(compiled, arguments)((3, 2, 1), 5, arguments)
+    assert calls == [(3, 2, 1, 5, 2, (4, 1, 0), None, None, None, *arguments)]
+    assert not launched
+
+
+def test_the_call_without_hooks_is_tritons(kernel, monkeypatch):
     calls = []
     compiled = object.__new__(CompiledKernel)
     state = dict(
@@ -174,7 +269,7 @@ def test_the_direct_call_is_tritons(kernel, monkeypatch):
     )  # fmt: skip
     vars(compiled).update(state)
     monkeypatch.setattr(triton.compiler.compiler, "driver", module.driver)
-    module._call(compiled, (3, 2), 0, ["x", 7])
+    direct_call(compiled, ["x", 7])((3, 2, 1), "stream of 0", ["x", 7])
     compiled[(3, 2, 1)]("x", 7)
     compiled.module = None  # nothing to unload
     ours, theirs = calls
@@ -210,6 +305,37 @@ def test_arguments_may_come_in_any_order(kernel):
     assert kernel.lookups == 1 and kernel.launched[1][1:] == (x, 7, True, 32)
 
 
+def test_constants_are_told_apart_by_the_object(kernel):
+    """In launches in turns, too; and where a number comes by name in place of with the constants."""
+    x = torch.zeros(64)
+    some, others = (Constants(n=n, WIDE=True, BLOCK=32, **OPTIONS) for n in (7, 9))
+    for _ in range(2):
+        for constants in (some, others):
+            launch(kernel, (1,), constants, x=x)
+            assert kernel.launched[-1][1:] == (x, *constants.values[:3])
+    launch(kernel, (1,), some, x=x[1:])
+    assert kernel.lookups == 3
+    launch(kernel, (1,), Constants(WIDE=True, BLOCK=32), x=x, n=8, **OPTIONS)
+    launch(kernel, (1,), x=x, **dict(some.arguments, n=8))
+    assert kernel.lookups == 5 and kernel.launched[-1][2] == 8
+    with pytest.raises(TypeError, match="missing arguments: WIDE, BLOCK"):
+        launch(kernel, (1,), Constants(n=7), x=x)
+
+
+def test_constants_are_made_once(monkeypatch):
+    monkeypatch.setattr(module, "_MAX_CACHED", 3)
+    cache, made = ConstantsCache(), []
+
+    def make():
+        made.append(n)
+        return dict(n=n)
+
+    for n in (1, 1, 2, 1, 3, 4):
+        assert cache.get((n,), make).arguments == dict(n=n)
+        assert len(cache._found) <= 3
+    assert made == [1, 2, 3, 4]
+
+
 def test_a_missing_argument_is_named(kernel):
     with pytest.raises(TypeError, match="missing arguments: n, BLOCK"):
         launch(kernel, (1,), x=torch.zeros(64), WIDE=True)
@@ -226,6 +352,9 @@ def test_remembered_launches_are_bounded(kernel, monkeypatch):
     for n in range(10):
         launch(kernel, (1,), x=torch.zeros(64), n=n, WIDE=True, BLOCK=32, **OPTIONS)
         assert len(module._LAUNCHES[id(kernel)].last.found) <= 3
+    for n in range(10):
+        launch(kernel, (1,), Constants(n=n, WIDE=True, BLOCK=32), x=torch.zeros(64), **OPTIONS)
+        assert len(module._LAUNCHES[id(kernel)]._orders) <= 3
 
 
 def launched_twice(kernel) -> int:

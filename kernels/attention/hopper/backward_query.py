@@ -26,7 +26,13 @@ from ..operands import BackwardInputs, RoundKeys
 from .compat import store_tile, thread_barrier
 from .descriptors import descriptor, tile_dim
 from .global_rows import GlobalRows, of_rows
-from .item_arguments import item_arguments, key_descriptors, num_programs, stored_by_tma
+from .item_arguments import (
+    item_constants,
+    item_tensors,
+    key_descriptors,
+    num_programs,
+    stored_by_tma,
+)
 from .item_loads import load_keys, load_values
 from .item_tiles import allocate_tiles
 from .masks import CAUSAL, PER_KEY, RANGE, UNMASKED
@@ -285,9 +291,15 @@ def backward_query(
     half = [1, 1, index.block_size // 2, tile_dim(query.shape[3])]
     acc_in = grad_query if accumulator is None else accumulator
     first, end = index.local_blocks * head_range.start, index.local_blocks * head_range.stop
+    constants = item_constants(
+        query, keys, index, end, inputs.softmax_scale, {"a": acc_in, "dq": grad_query},
+        # Values are read early in a tile, keys to its end. Two of each fit with heads of up to 128.
+        VALUE_STAGES=2 if query.shape[3] <= 128 else 1,
+    )  # fmt: skip
     launch(
         _query_kernel,
         (num_programs(query, end - first),),
+        constants,
         work_counter=work_counter(first, query.device),
         q_desc=descriptor(query, half),
         grad_out_desc=descriptor(inputs.grad_out, half),
@@ -298,13 +310,5 @@ def backward_query(
         lse_ptr=inputs.lse,
         delta_ptr=inputs.delta,
         attended_ptr=inputs.attended,
-        stride_am=acc_in.stride(0),
-        stride_ab=acc_in.stride(1),
-        stride_ah=acc_in.stride(2),
-        stride_dqm=grad_query.stride(0),
-        stride_dqb=grad_query.stride(1),
-        stride_dqh=grad_query.stride(2),
-        # Values are read early in a tile, keys to its end. Two of each fit with heads of up to 128.
-        VALUE_STAGES=2 if query.shape[3] <= 128 else 1,
-        **item_arguments(query, keys, index, end, inputs.softmax_scale),
+        **item_tensors(keys, index),
     )

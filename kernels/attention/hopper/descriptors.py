@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ...common.launch import launches_directly, next_power_of_2
+from ...common.launch import kind_of, launches_directly, next_power_of_2
 
 _DTYPES = {
     torch.bfloat16: gl.bfloat16,
@@ -93,31 +93,41 @@ def _lines(shape: tuple, strides: tuple) -> tuple[tuple, tuple]:
 def _describe(
     tensor: Tensor, view: _View, block_shape: Sequence[int], swizzle: int | None = None
 ) -> TensorDescriptor:
-    """The descriptor of a view of a tensor whose last stride is 1.
+    """The descriptor of a view of a tensor whose last stride is 1. It does not hold the tensor's memory: the
+    caller does, until the kernel is launched.
 
-    Triton checks each new descriptor, which takes longer than a short kernel runs. Most steps describe the
-    same shapes at new addresses, so a descriptor is checked once and then copied. The copy relies on
-    ``TensorDescriptor`` keeping all its state in ``__dict__``, as it does in the versions that were tested.
-    Where kernels are launched by Triton's own launch (``launch.launches_directly``: other versions, or
-    ``MTRAINING_TRITON_LAUNCH=1`` in the environment), Triton makes and checks each descriptor.
+    Triton checks each new descriptor, and encodes it in each launch, which takes longer than a short kernel
+    runs. Most steps describe the same shapes, at addresses that come again. So equal descriptors of one
+    address are one object, which also keeps its encoding (``direct_call.py``), and at new addresses they are
+    copies of one that was checked. The copy relies on ``TensorDescriptor`` keeping all its state in
+    ``__dict__``, as it does in the versions that were tested. Where kernels are launched by Triton's own
+    launch (``launch.launches_directly``: other versions, or ``MTRAINING_TRITON_LAUNCH=1`` in the
+    environment), Triton makes and checks each descriptor.
     """
     given = view, tensor.shape, tensor.stride(), tuple(block_shape), tensor.dtype, swizzle
     if not launches_directly():
         return _checked(tensor, given)
+    return _at(tensor.data_ptr(), given)
+
+
+@functools.lru_cache(maxsize=4096)
+def _at(address: int, given: _Given) -> TensorDescriptor:
+    """The descriptor of what is at an address. Those of all layers of a model fit the cache."""
     copy = object.__new__(TensorDescriptor)
     copy.__dict__.update(_checked_state(given))
-    copy.base = tensor
+    copy.base = _Memory(given[4], address)
+    vars(copy)["kind"] = kind_of(copy)
     return copy
 
 
 @functools.lru_cache(maxsize=1024)
 def _checked_state(given: _Given) -> dict:
-    """The attributes of a descriptor that Triton has checked, with a placeholder for its tensor."""
+    """The attributes of a descriptor that Triton has checked, but for its address."""
     *_, dtype, _ = given
-    return vars(_checked(_Placeholder(dtype), given))
+    return vars(_checked(_Memory(dtype, 0), given))
 
 
-def _checked(base: Tensor | _Placeholder, given: _Given) -> TensorDescriptor:
+def _checked(base: Tensor | _Memory, given: _Given) -> TensorDescriptor:
     """A descriptor that Triton checks."""
     view, shape, strides, block_shape, dtype, swizzle = given
     layout = _tile_layout(block_shape, dtype, swizzle)
@@ -125,14 +135,15 @@ def _checked(base: Tensor | _Placeholder, given: _Given) -> TensorDescriptor:
     return TensorDescriptor(base, list(viewed), list(strides), list(block_shape), layout)
 
 
-class _Placeholder(NamedTuple):
-    """What Triton's check of a descriptor reads of its tensor. ``backends.uses_hopper`` checks the alignment
-    of each address."""
+class _Memory(NamedTuple):
+    """What Triton reads of a descriptor's tensor. ``backends.uses_hopper`` checks the alignment of each
+    address."""
 
     dtype: torch.dtype
+    address: int
 
     def data_ptr(self) -> int:
-        return 0
+        return self.address
 
 
 def _tile_layout(

@@ -22,12 +22,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...common.counters import work_counter
 from ...common.launch import launch
 from ...common.tiles import LN2, LOG2E
-from ..launch_args import mark_arguments
+from ..launch_args import mark_tensors
 from ..operands import ForwardInputs
 from .compat import Pointer, Scalar, Value, aggregate, store_tile, thread_barrier
 from .descriptors import descriptor, tile_dim
 from .global_rows import GlobalRows, of_rows
-from .item_arguments import item_arguments, key_descriptors, num_programs, stored_by_tma
+from .item_arguments import (
+    item_constants,
+    item_tensors,
+    key_descriptors,
+    num_programs,
+    stored_by_tma,
+)
 from .item_loads import load_keys, load_values
 from .item_tiles import allocate_tiles
 from .masks import CAUSAL, PER_KEY, RANGE, UNMASKED
@@ -375,9 +381,14 @@ def forward(inputs: ForwardInputs, out: Tensor) -> None:
     half = [1, 1, index.block_size // 2, tile_dim(dim)]
     acc_in = out if accumulator is None else accumulator
     num_items = index.local_blocks * batch * heads
+    constants = item_constants(
+        query, keys, index, num_items, inputs.softmax_scale, {"a": acc_in, "o": out},
+        LAST=keys.round.last, MARKS=inputs.marks is not None,
+    )  # fmt: skip
     launch(
         _forward_kernel,
         (num_programs(query, num_items),),
+        constants,
         work_counter=work_counter(0, query.device),
         q_desc=descriptor(query, half),
         **key_descriptors(keys, index),
@@ -385,13 +396,6 @@ def forward(inputs: ForwardInputs, out: Tensor) -> None:
         accumulator_ptr=acc_in,
         out_ptr=out,
         lse_ptr=inputs.lse,
-        **mark_arguments(inputs.marks),
-        stride_am=acc_in.stride(0),
-        stride_ab=acc_in.stride(1),
-        stride_ah=acc_in.stride(2),
-        stride_om=out.stride(0),
-        stride_ob=out.stride(1),
-        stride_oh=out.stride(2),
-        LAST=keys.round.last,
-        **item_arguments(query, keys, index, num_items, inputs.softmax_scale),
+        **mark_tensors(inputs.marks),
+        **item_tensors(keys, index),
     )
