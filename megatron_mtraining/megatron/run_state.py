@@ -183,7 +183,8 @@ class RunState:
                 f"the checkpoint has prices of {len(prices)} target recalls, of layers with settings of "
                 f"their own, but this model has {len(steerings)}"
             )
-        for steering, price, history in zip(steerings, prices, histories or [None] * len(prices)):
+        histories = histories or [None] * len(prices)
+        for steering, price, history in zip(steerings, prices, histories, strict=True):
             steering.restore(price, history)
 
     def price_of_step(self) -> float | None:

@@ -22,7 +22,7 @@ def constant(
 ) -> Tensor:
     """A vector on the device, ``[len(numbers)]``. Made once, since the host waits for the copy; of many, such
     as the prices of a sweep, those that were used last are kept."""
-    return _read(_made(numbers, device, dtype))
+    return read(_made(numbers, device, dtype))
 
 
 @lru_cache(maxsize=1024)
@@ -33,21 +33,32 @@ def _made(numbers: tuple[float, ...], device: torch.device, dtype: torch.dtype) 
 
 def made_once(make: Callable[P, R]) -> Callable[P, R]:
     """Decorates a function of shapes and settings that makes tensors: of one call the same are returned in
-    the next, and nobody writes to them. Those that were used last are kept."""
+    the next, and nobody writes to them. Those that were used last are kept. The CUDA graph of a caller, who
+    would not keep them, has its own."""
 
     @lru_cache(maxsize=64)
     def made(*args, **kwargs):
         with torch.inference_mode(False):
-            return make(*args, **kwargs)
+            tensors = make(*args, **kwargs)
+        if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream().synchronize()  # other streams read them, too
+        return tensors
 
     @wraps(make)
     def found(*args: P.args, **kwargs: P.kwargs) -> R:
-        return _read(made(*args, **kwargs))
+        if (
+            not _readers
+            and torch.cuda.is_initialized()
+            and torch.cuda.is_current_stream_capturing()
+        ):
+            return make(*args, **kwargs)
+        return read(made(*args, **kwargs))
 
     return found
 
 
-def _read(found: R) -> R:
+def read(found: R) -> R:
+    """What is made once: a search that is being captured keeps it."""
     for kept in _readers:
         kept.append(found)
     return found

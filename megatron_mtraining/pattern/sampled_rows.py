@@ -19,6 +19,7 @@ from ..kernels.selection import merge_lse, partial_lse
 from ..kernels.types import SampledRows
 from ..layout import located
 from ..visibility import VisibleRanges
+from .constants import read
 
 
 def stratified_rows(seq_length: int, strata: int, rows: int, device=None) -> Tensor:
@@ -97,7 +98,7 @@ def of_held_out(of_rows: Tensor, rows_per_stratum: int, num_selection_rows: int)
     return strata[..., num_selection_rows % rows_per_stratum :].flatten(-2)
 
 
-@lru_cache(maxsize=256)  # more than a stream has captured searches, which read them in each replay
+@lru_cache(maxsize=256)  # more than a stream has captured searches, which look here in each replay
 def _local_rows(seq_length: int, sampling: Sampling, device, *layout: int) -> _LocalRows:
     with torch.inference_mode(False):
         return _place(rows_of(sampling, seq_length, device), sampling, *layout)
@@ -139,7 +140,7 @@ def _rows_on(
     """The rows of a call."""
     at = config.sampling, device, cp.rank, cp.world, cp.inner, config.block_size
     if visible is None or visible.rows is None:
-        return _local_rows(seq_length, *at)
+        return read(_local_rows(seq_length, *at))
     sampling, _, *layout = at
     return visible.once(
         ("rows", *at),

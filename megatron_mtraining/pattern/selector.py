@@ -127,7 +127,7 @@ class Selector(ABC):
     @classmethod
     def is_captured(cls, world: int) -> bool:
         """Whether a CUDA graph may hold it (:mod:`.search_graph`): it does not read ``call.gather_keys``, nor
-        anything back to the host."""
+        anything back to the host, and says ``most_blocks`` if it finds blocks."""
         return False
 
 

@@ -24,7 +24,7 @@ from megatron_mtraining.kernels.selection import reference_threshold
 from megatron_mtraining.pattern import build_index, search, search_graph, search_pattern
 from megatron_mtraining.pattern.block_list_index import BlockListIndex
 from megatron_mtraining.pattern.captured_search import CopiedIndex
-from megatron_mtraining.pattern.constants import constant, constants_read
+from megatron_mtraining.pattern.constants import constant, constants_read, made_once
 from megatron_mtraining.pattern.sampled_rows import _local_rows, gather_rows, gather_sampled_rows
 from megatron_mtraining.pattern.search_graph import SearchGraph, SearchGraphs, SearchKind
 from megatron_mtraining.stream_graphs import MAX_GRAPHS, Memory, padded
@@ -175,6 +175,10 @@ def test_replays_of_searches_for_key_blocks(cuda, monkeypatch, tokens):
         assert type(found) is BlockListIndex
         assert_same(found, expected)
         assert len(graphs._graphs) == (number > 0)
+    (graph,) = graphs._graphs.values()
+    at = config.sampling, query.device, 0, 1, 1, config.block_size
+    rows = _local_rows(tokens, *at)
+    assert any(each is rows for each in graph._constants), "their held-out rows, while it is read"
 
 
 @pytest.mark.parametrize("limit", ["MAX_QUERY_BYTES", "UNCOUNTED_ENTRIES"])
@@ -188,6 +192,18 @@ def test_searches_for_key_blocks_that_are_not_captured(cuda, monkeypatch, limit)
     for _ in range(3):
         search_pattern(query, key, config, CPGroup(None), SCALE)
     assert not graphs._graphs
+
+
+def test_a_callers_graph_has_its_own_constants(monkeypatch):
+    """They would be gone before it is replayed."""
+    make = made_once(lambda count: torch.arange(count))
+    first = make(3)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert make(3) is not first and make(3) is not make(3)
+    with constants_read() as kept:  # one of this package keeps them
+        assert make(3) is first
+    assert kept == [first]
 
 
 def test_constants_are_not_kept_for_good():

@@ -23,7 +23,9 @@ class XAttentionSelector(KeyBlockSelector):
 
     @classmethod
     def is_captured(cls, world: int) -> bool:
-        return world == 1  # the query block before is another rank's
+        # Of several ranks the query block before is another's; a user's subclass may choose by what a graph
+        # would not see.
+        return world == 1 and cls is XAttentionSelector
 
     def choose(self, query: Tensor, key: Tensor, call: BlockCall) -> Tensor:
         cp, block_size, policy = call.cp, call.block_size, self.policy
