@@ -24,7 +24,7 @@ from traceback import extract_tb
 
 from .checkout import python_mismatch, read_version
 from .config import ConfigError
-from .megatron.wrapping import is_first_local_rank, log, wrap
+from .megatron.wrapping import EndOfRun, log, wrap
 from .requirements import first_line
 
 USAGE = (
@@ -200,7 +200,7 @@ def _check_helpers(folder: Path) -> None:
 
 
 def _stop(message: str) -> None:
-    raise SystemExit(f"megatron_mtraining.launch: {message}" if is_first_local_rank() else 2)
+    raise EndOfRun(f"megatron_mtraining.launch: {message}")
 
 
 if __name__ == "__main__":

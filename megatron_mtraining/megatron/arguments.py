@@ -28,22 +28,19 @@ from .layer_pattern import layers_with_attention
 from .loss_options import check_loss, why_not
 from .options import FILLED_IN, add_arguments, attribute, config_from_args
 from .rotary_options import check_rotary_options
-from .wrapping import is_first_local_rank, log, log_replaced
+from .wrapping import EndOfRun, log, log_replaced
 
 PER_POLICY = ("policy", *(each.name for each in OPTIONS if each.policies))
 """Options that a settings file with a policy for every head overrules."""
 
 
-class ArgumentsError(ConfigError, SystemExit):
+class ArgumentsError(ConfigError, EndOfRun):
     """A refused command line.
 
-    Every rank raises it at the same place, before any process group exists. Uncaught, it ends the
-    process with status 1 and the message instead of a traceback, once on each host.
+    Every rank raises it at the same place, before any process group exists.
     """
 
-    def __init__(self, message: str):
-        ConfigError.__init__(self, message)
-        self.code = f"error: {message}" if is_first_local_rank() else 1
+    prefix = "error: "
 
 
 def settings(config=None) -> MTrainingConfig:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import time
 import types
 from collections.abc import Callable
 
@@ -59,6 +60,24 @@ def _rebind(original: Callable, wrapper: Callable) -> None:
 def is_first_local_rank() -> bool:
     """Whether this process prints for its host (``LOCAL_RANK``, as torchrun sets it)."""
     return int(os.environ.get("LOCAL_RANK", "0")) == 0
+
+
+PATIENCE = 30.0
+"""Seconds that other ranks of a host leave the first one to end the run. torchrun stops all as soon as one
+ends, when the first may not have said why."""
+
+
+class EndOfRun(SystemExit):
+    """Uncaught, it ends the process with status 1 and the message in place of a traceback: once on each host,
+    by the first rank, or by another if that goes on."""
+
+    prefix = ""
+
+    @property
+    def code(self) -> str:  # type: ignore[override]  # read as the process ends
+        if not is_first_local_rank():
+            time.sleep(PATIENCE)
+        return f"{self.prefix}{self}"
 
 
 def is_first_rank() -> bool:
