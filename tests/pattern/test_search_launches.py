@@ -17,7 +17,8 @@ from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.config import MobaPolicy, PricePolicy, XAttentionPolicy
 from megatron_mtraining.cp_group import CPGroup
 from megatron_mtraining.kernels.common import launch
-from megatron_mtraining.pattern import search_pattern
+from megatron_mtraining.pattern import block_list_index, search_pattern
+from megatron_mtraining.pattern.constants import made_once
 from megatron_mtraining.visibility import VisibleRanges
 from tests.support.attention_cases import random_operands
 
@@ -40,13 +41,16 @@ class Operations(TorchDispatchMode):
 
 @pytest.fixture
 def counted(interpreter, monkeypatch):
-    """Counts of a search, by kind. Its kernels do not run: nothing depends on what they would write."""
+    """Counts of a search, by kind. Its kernels do not run: nothing depends on what they would write, and what
+    is made once with them is for this test alone."""
     kernels, waits = [], []
+    own = made_once(block_list_index._no_slashes.__wrapped__)
+    monkeypatch.setattr(block_list_index, "_no_slashes", own)
     original = launch.launch
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron_mtraining.") and getattr(module, "launch", None) is original:
             monkeypatch.setattr(
-                module, "launch", lambda kernel, grid, **given: kernels.append(kernel)
+                module, "launch", lambda kernel, *_, **given: kernels.append(kernel)
             )
     for name in ("tolist", "item", "__bool__", "__int__", "__float__", "cpu", "numpy"):
         monkeypatch.setattr(torch.Tensor, name, _noting(getattr(torch.Tensor, name), waits))
