@@ -6,10 +6,10 @@
 
 Every case trains on the same windows of the text from the same weights (random ones and tokens for a shape),
 with FSDP 2, float32 weights and bf16 products, AdamW, Liger-Kernel's loss in chunks, and checkpointed layers
-that keep what attention found, for dense attention too. Dense attention is PyTorch's (cuDNN's kernel, or
-FlashAttention's), between the same all-to-alls. YaRN beyond the model's positions. Appends rows to
-``results/sequences.jsonl``: seconds of each step, tokens a second and GPU, peak memory, loss, density and
-recall.
+that keep what attention found, for dense attention too; with ``--offload`` activations are in the host's
+memory. Dense attention is PyTorch's (cuDNN's kernel, or FlashAttention's), between the same all-to-alls. YaRN
+beyond the model's positions. Appends rows to ``results/sequences.jsonl``: seconds of each step, tokens a
+second and GPU, peak memory, loss, density and recall.
 """
 
 from __future__ import annotations

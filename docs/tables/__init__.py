@@ -154,6 +154,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     **plan_tables.FIGURES,
     **long_tables.FIGURES,
     **step_tables.LOGGING,
+    **step_tables.OFFLOAD,
     "worst_error": lambda: f"{kernel_tables.worst_error():.2f}",
     "ruler_agreement_samples": eval_tables.ruler_agreement_samples,
 }  # fmt: skip

@@ -103,50 +103,40 @@ peers = Table(
 
 
 def _on_operands(_: list[Row]) -> list[Row]:
-    """For each length and peer the rows of a model's layers."""
+    """For each length and peer that ran the rows of a model's layers, beside this package's."""
     layers = [
         row for name, case in peer_rows().items() if OF_MODEL.search(name) for row in case.values()
     ]
     groups = grouped(layers, lambda row: values(row, "seq", "peer"))
     return [
-        {**some[0], "used": some}
-        for some in groups.values()
+        {**some[0], "used": some, "own": groups[seq, "mtraining"]}
+        for (seq, _), some in groups.items()
         if any(row["ms"] is not None for row in some)
     ]
 
 
-def _sums(row: Row) -> list[float | None]:
+def _sums(layers: list[Row]) -> list[float | None]:
     """Milliseconds of all layers, forward and backward; None of what did not run."""
-    both = ([each["ms"] for each in row["used"] if each["op"] == op] for op in OPS)
+    both = ([each["ms"] for each in layers if each["op"] == op] for op in OPS)
     return [None if None in found else sum(found) for found in both]
 
 
 def fa4_over_cudnn_on_operands() -> float:
     """How many times as fast FlashAttention-4's dense attention is as cuDNN's on a model's layers, with heads
     of 64, at 128K tokens."""
-    whole = {
-        row["peer"]: sum(filter(None, _sums(row)))
-        for row in _on_operands([])
-        if row["seq"] == 131072
-    }
+    found = {row["peer"]: row["used"] for row in _on_operands([]) if row["seq"] == 131072}
+    whole = {peer: sum(filter(None, _sums(found[peer]))) for peer in ("cudnn", "fa4")}
     return whole["cudnn"] / whole["fa4"]
 
 
 def _operand_ms(row: Row) -> str:
-    return " / ".join("none" if each is None else f"{each:.3g}" for each in _sums(row))
+    return " / ".join("none" if each is None else f"{each:.3g}" for each in _sums(row["used"]))
 
 
 def _operand_over(row: Row) -> str:
     """A peer's times over this package's."""
-    own = next(
-        each
-        for each in _on_operands([])
-        if (each["seq"], each["peer"]) == (row["seq"], "mtraining")
-    )
-    pairs = zip(_sums(row), _sums(own))
-    return " / ".join(
-        "none" if each is None or of is None else f"{each / of:.2f}" for each, of in pairs
-    )
+    pairs = zip(_sums(row["used"]), _sums(row["own"]))
+    return " / ".join("none" if each is None else f"{each / own:.2f}" for each, own in pairs)
 
 
 def _operand_rates(row: Row) -> str:

@@ -75,9 +75,10 @@ real_operands = Table(
 
 
 def _block_lists(found: list[Row]) -> list[Row]:
-    """The newest row of each layer, by text and length."""
-    layers = last(found, "gpu", "model", "text", "seq", "block_threshold", "layer")
-    groups = grouped(layers, lambda row: (row["text"], row["seq"], row["block_threshold"]))
+    """The newest row of each layer, by text, length and commit."""
+    of_case = ("text", "seq", "block_threshold", "commit")
+    layers = last(found, "gpu", "model", *of_case, "layer")
+    groups = grouped(layers, lambda row: values(row, *of_case))
     return [dict(some[0], used=some) for some in groups.values()]
 
 
@@ -89,6 +90,7 @@ block_lists = Table(
     "real_operands",
     {
         "text, tokens": "{text}, {seq:K}",
+        "commit": "{commit}",
         "threshold": "{block_threshold:g}",
         "density": lambda row: cell("{x:share}", x=mean(row["used"], "density")),
         "search, ms": _sum("search"),

@@ -273,7 +273,9 @@ def _faster(row: Row) -> str:
     dense = [
         each
         for each in rows("sequences")
-        if each["setting"] == "dense" and all(each[name] == row[name] for name in same)
+        if each["setting"] == "dense"
+        and all(each[name] == row[name] for name in same)
+        and each.get("offload", False) == row.get("offload", False)
     ]
     return f"**{dense[-1]['step_s'] / row['step_s']:.1f}x**" if row["densities"] and dense else ""
 
@@ -316,6 +318,27 @@ def _shapes(found: list[Row]) -> list[Row]:
     return last(cases, "model", "length", "setting", "gpus", "gpu", "offload")
 
 
+def _offloaded(name: str) -> tuple[float, float]:
+    """Of Qwen3-8B's layers at 1M tokens, with activations on the GPU and on the host."""
+    found = _shapes(
+        [row for row in rows("sequences") if row["length"] == 2**20 and row["gpus"] == 2]
+    )
+    by = {row["offload"]: row[name] for row in found if row["setting"] != "dense"}
+    return by[False], by[True]
+
+
+def _offload_gib() -> str:
+    kept, offloaded = _offloaded("memory_gib")
+    return f"{kept - offloaded:.0f} GiB"
+
+
+def _offload_time() -> str:
+    kept, offloaded = _offloaded("step_s")
+    return f"{offloaded / kept - 1:.0%}"
+
+
+OFFLOAD = {"offload_gib": _offload_gib, "offload_time": _offload_time}
+
 sequences_shapes = Table(
     "sequences",
     {
@@ -324,7 +347,7 @@ sequences_shapes = Table(
         "GPUs": "{gpus}",
         "attention": lambda row: (
             ("dense" if row["setting"] == "dense" else "pattern")
-            + (", activations on the host" if row.get("offload") else "")
+            + (", activations on the host" if row["offload"] else "")
         ),
         "density": _at_end("densities", "densities:share"),
         "s / step": "{step_s:.2f}",
