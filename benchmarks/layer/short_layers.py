@@ -1,7 +1,7 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Launches and host time of a short layer's attention on one GPU: pattern search, forward and backward.
 
-With policy price. For each length there are two rows, measured in turns: all launched kernel by kernel
+For each length there are two rows, measured in turns: all launched kernel by kernel
 (``search`` is "kernels"), and with the search captured as a CUDA graph ("graph"; see
 :mod:`megatron_mtraining.pattern.search_graph`). Of the search alone, of the forward with its search, and of
 the backward, a row has
@@ -10,7 +10,7 @@ the backward, a row has
 - ``_ms``: milliseconds of the GPU, launched ahead;
 - ``_launches``: what the host launches: kernels, copies and graphs.
 
-    python -m benchmarks.layer.short_layers [--seq 8192 16384 32768] [--output FILE]
+    python -m benchmarks.layer.short_layers [--seq 8192 16384 32768] [--policy price] [--output FILE]
 """
 
 from __future__ import annotations
@@ -105,12 +105,12 @@ def launches(run: Callable[[], object]) -> int:
     return len(launched)
 
 
-def measured(tensors: tuple[Tensor, ...]) -> list[dict]:
+def measured(tensors: tuple[Tensor, ...], policy: str) -> list[dict]:
     """The rows of one length."""
     query, key, *_ = tensors
     seq, _, heads, dim = query.shape
     device, clock = query.device, Clock(query.device)
-    config = MTrainingConfig.for_sequence(seq)
+    config = MTrainingConfig.for_sequence(seq, policy=policy)
     runs: dict[str, dict[str, Callable[[], object]]] = {}
     host: dict[tuple[str, str], list[float]] = {}
     rows = []
@@ -149,10 +149,11 @@ def measured(tensors: tuple[Tensor, ...]) -> list[dict]:
 def main(words: list[str] | None = None) -> None:
     parser = record.parser(__doc__, "short_layers.jsonl")
     parser.add_argument("--seq", type=int, nargs="+", default=[8192, 16384, 32768])
+    parser.add_argument("--policy", default="price", choices=["price", "xattention"])
     options = parser.parse_args(words)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for seq in options.seq:
-        record.append(options.output, measured(operands(seq, SHAPE, device)))
+        record.append(options.output, measured(operands(seq, SHAPE, device), options.policy))
 
 
 if __name__ == "__main__":
