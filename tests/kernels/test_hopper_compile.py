@@ -5,6 +5,7 @@
   cannot follow an accumulator
 - registers are not spilled to memory in the loops over tiles
 - shared memory fits
+- no loop has a number that some versions of Triton lose
 - descriptors: the shortcut past Triton's checks makes what Triton makes, and can be switched off; one is used
   again for the same memory alone
 """
@@ -71,7 +72,7 @@ def _tested_triton():
         pytest.skip(f"the Hopper kernels do not run with Triton {triton.__version__}")
 
 
-def compile_kernels(folder: Path, case: dict) -> dict[str, dict[str, int]]:
+def compile_kernels(folder: Path, case: dict) -> dict[str, dict]:
     """What ``tests.support.offline_compile`` prints for a case."""
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, "TRITON_CACHE_DIR": str(folder / "cache")}
@@ -104,6 +105,7 @@ def test_products_stay_in_flight(tmp_path, case):
         # of 256 the masks of the tiles that have one do not fit.
         assert kernel["spills"] < (8 if case["head_dim"] <= 128 else 24), (name, kernel)
         assert kernel["shared"] <= SHARED_MEMORY, (name, kernel)
+        assert not kernel["lost"], (name, kernel)
 
 
 def test_descriptor_shortcut(monkeypatch):

@@ -1,5 +1,6 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
-"""The portable kernels compile for the GPUs they are for, on any machine, and their shared memory fits."""
+"""The portable kernels compile for the GPUs they are for, on any machine, their shared memory fits, and no
+loop has a number that some versions of Triton lose."""
 
 from __future__ import annotations
 
@@ -34,5 +35,6 @@ def test_shared_memory_fits(tmp_path, head_dim, capability):
     assert run.returncode == 0, run.stderr[:6000]
     kernels = json.loads(run.stdout.splitlines()[-1])
     assert len(kernels) == 4
-    over = {name: size for name, size in kernels.items() if size > SHARED_MEMORY[capability]}
-    assert not over
+    for name, kernel in kernels.items():
+        assert kernel["shared"] <= SHARED_MEMORY[capability], (name, kernel)
+        assert not kernel["lost"], (name, kernel)

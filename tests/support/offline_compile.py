@@ -7,7 +7,8 @@ Run as a process of its own, since it replaces Triton's driver and launch::
     python -m tests.support.offline_compile portable 80 '{"head_dim": 128, "columns": 64, ...}'
 
 Prints one JSON object: for each compiled kernel, by a label, the fields of :class:`Compiled` for the Hopper
-kernels (sm_90), and bytes of shared memory for the portable ones (for the compute capability given).
+kernels (sm_90), and those of them that need no machine code for the portable ones (for the compute capability
+given).
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from .loop_numbers import lost_numbers
+
 KERNELS = {"_forward_kernel", "_query_kernel", "_key_kernel", "_column_kernel"}
 HEADS, KV_HEADS, BLOCK, LENGTH = 4, 2, 128, 1024
 
@@ -39,12 +42,14 @@ class Compiled:
         waits: waits for matrix products.
         spills: most stores of registers to memory in one loop over tiles.
         shared: bytes of shared memory.
+        lost: numbers of loops that some versions of Triton lose, see :mod:`.loop_numbers`.
     """
 
     products: int
     waits: int
     spills: int
     shared: int
+    lost: list[str]
 
 
 class OfflineDriver:
@@ -76,7 +81,7 @@ def hopper(folder: str, case: dict) -> None:
 
     def describe(kernel):
         sass = disassemble(kernel.asm["cubin"], os.path.join(folder, "kernel.cubin"))
-        return asdict(measure(sass, kernel.metadata.shared))
+        return asdict(measure(sass, kernel.metadata.shared, lost_numbers(kernel.asm["source"])))
 
     print(json.dumps(compile_all(90, backend, describe, case, only=only, labels=rounds)))
 
@@ -89,7 +94,7 @@ def portable(capability: str, case: dict) -> None:
         tiles._SMALL = tiles._HOPPER  # tensors on the CPU take the small tiles
 
     def describe(kernel):
-        return kernel.metadata.shared
+        return dict(shared=kernel.metadata.shared, lost=lost_numbers(kernel.asm["source"]))
 
     # The first round of several ranks has every loop over tiles.
     print(json.dumps(compile_all(int(capability), backend, describe, case, inner_sizes=(2,))))
@@ -207,12 +212,13 @@ def disassemble(cubin: bytes, path: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def measure(sass: str, shared: int) -> Compiled:
+def measure(sass: str, shared: int, lost: list[str]) -> Compiled:
     return Compiled(
         products=len(re.findall(r" HGMMA", sass)),
         waits=len(re.findall("WARPGROUP.DEPBAR", sass)),
         spills=max([len(re.findall(r" STL", loop)) for loop in tile_loops(sass)], default=0),
         shared=shared,
+        lost=lost,
     )
 
 

@@ -180,8 +180,10 @@ def _walk(
                 high = low + gl.minimum(gl.maximum(begin + segment.BLOCKS, 0), count)
                 low += gl.minimum(gl.maximum(begin, 0), count)
                 begin -= count
-            for j in range(low, high):
-                quotient = gl.load(head_list + j).to(gl.int32)
+            # From low on, and not by j alone: of a number that only bounds of inner loops read, here begin,
+            # Triton 3.6 and 3.7 keep the first value for all heads (triton-lang/triton#9036).
+            for j in range(high - low):
+                quotient = gl.load(head_list + low + j).to(gl.int32)
                 row = (first + index.LISTS_PER_BLOCK * quotient) * BLOCK
                 for i in gl.static_range(BLOCK // BLOCK_M):
                     visitor.visit(n, batch, head, batch_head, row + i * BLOCK_M)

@@ -226,8 +226,10 @@ def _key_kernel(
                 step = CHAIN if CHAIN > 0 else tl.maximum(num_tiles, 1)
                 for start_tile in range(0, num_tiles, step):
                     end_tile = tl.minimum(start_tile + step, num_tiles)
-                    for j in range(begin * tiles + start_tile, begin * tiles + end_tile):
-                        e = tl.load(block_list + bh * list_len + j // tiles).to(tl.int32)
+                    # From begin on, and not by j alone: of a number that only bounds of inner loops read,
+                    # here begin_segment, Triton 3.6 and 3.7 keep the first value (triton-lang/triton#9036).
+                    for j in range(start_tile, end_tile):
+                        e = tl.load(block_list + bh * list_len + begin + j // tiles).to(tl.int32)
                         start_m = (first + (1 if LISTS else 2) * e) * BLOCK + j % tiles * BLOCK_M
                         q, do, lse, delta = query_tile(
                             start_m, offs_m, q_head, do_head, lse_head, delta_head, stride_qm,
