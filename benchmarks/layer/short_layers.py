@@ -10,6 +10,8 @@ the backward, a row has
 - ``_ms``: milliseconds of the GPU, launched ahead;
 - ``_launches``: what the host launches: kernels, copies and graphs.
 
+``launch_us`` is what one launch takes the host there: of many fills of a number, one after another.
+
     python -m benchmarks.layer.short_layers [--seq 8192 16384 32768] [--policy price] [--output FILE]
 """
 
@@ -43,6 +45,7 @@ ROUNDS = 5
 """Turns of a median."""
 RUNS = 12
 """Of a turn."""
+FILLS = 50
 
 
 CAPTURED = {"kernels": "0", "graph": "1"}
@@ -88,6 +91,17 @@ def host_microseconds(run: Callable[[], object], device: torch.device) -> list[f
     return times
 
 
+def launch_microseconds(device: torch.device) -> float:
+    """What a launch takes the host: a median."""
+    number = torch.zeros((), device=device)
+    return (
+        statistics.median(
+            host_microseconds(lambda: [number.fill_(1.0) for _ in range(FILLS)], device)
+        )
+        / FILLS
+    )
+
+
 def launches(run: Callable[[], object]) -> int:
     """What the host launches."""
     from torch.profiler import ProfilerActivity, profile
@@ -113,7 +127,7 @@ def measured(tensors: tuple[Tensor, ...], policy: str) -> list[dict]:
     config = MTrainingConfig.for_sequence(seq, policy=policy)
     runs: dict[str, dict[str, Callable[[], object]]] = {}
     host: dict[tuple[str, str], list[float]] = {}
-    rows = []
+    rows, launch_us = [], round(launch_microseconds(device), 2)
     for what in CAPTURED:
         with captured(what):
             runs[what] = parts(tensors, config)
@@ -128,7 +142,7 @@ def measured(tensors: tuple[Tensor, ...], policy: str) -> list[dict]:
     for what in CAPTURED:
         row = dict(
             op="short", impl="mtraining", seq=seq, heads=heads, kv_heads=key.shape[2], dim=dim,
-            policy=config.policy.name, search=what,
+            policy=config.policy.name, search=what, launch_us=launch_us,
         )  # fmt: skip
         with captured(what):
             for part, run in runs[what].items():

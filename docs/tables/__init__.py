@@ -155,6 +155,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     **long_tables.FIGURES,
     **step_tables.LOGGING,
     **step_tables.OFFLOAD,
+    "short_layer_host": lambda: (
+        f"{kernel_tables.host_us(kernel_tables.shortest_host()) / 1000:.1f} ms"
+    ),
     "worst_error": lambda: f"{kernel_tables.worst_error():.2f}",
     "ruler_agreement_samples": eval_tables.ruler_agreement_samples,
 }  # fmt: skip

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from .common import Columns, Row, Table, cell, grouped, last, rows
+from .common import Columns, Row, Table, cell, grouped, rows
 
 CHUNKS = "one_pass_64"
 ONE_LAUNCH = "one_pass_64_one_launch"
@@ -100,10 +100,6 @@ selection = Table(
 )
 
 
-def _launched(row: Row) -> str:
-    return "Triton" if "MTRAINING_TRITON_LAUNCH=1" in row["command"] else "direct"
-
-
 short_layers = Table(
     "short_layers",
     {
@@ -111,17 +107,28 @@ short_layers = Table(
         "tokens": "{seq:K}",
         "policy": "{policy}",
         "search": lambda row: {"kernels": "kernel by kernel", "graph": "captured"}[row["search"]],
-        "launched by": "{launch}",
         "launches": "{search_launches} / {forward_launches} / {backward_launches}",
+        "one launch, us": lambda row: cell("{launch_us:.1f}", row) if "launch_us" in row else "",
         "host us": "{search_host_us:.0f} / {forward_host_us:.0f} / {backward_host_us:.0f}",
         "GPU ms": "{search_ms:.2f} / {forward_ms:.2f} / {backward_ms:.2f}",
     },
-    find=lambda found: last(
-        ({**row, "launch": _launched(row)} for row in found),
-        "gpu", "seq", "policy", "search", "launch",
-    ),
-    order=lambda row: (row["gpu"], row["seq"], row["launch"]),
+    where=lambda row: "MTRAINING_TRITON_LAUNCH=1" not in row["command"],
+    newest=("gpu", "seq", "policy", "search"),
+    order=lambda row: (row["gpu"], row["seq"], row["policy"]),
 )  # fmt: skip
+
+
+def shortest_host() -> Row:
+    """The short layer of policy price on an H200 whose forward and backward took the host the least time."""
+    found = [
+        row for row in short_layers.shown() if "H200" in row["gpu"] and row["policy"] == "price"
+    ]
+    return min(found, key=host_us)
+
+
+def host_us(row: Row) -> float:
+    """Host time of a short layer's forward and backward."""
+    return row["forward_host_us"] + row["backward_host_us"]
 
 
 # The backward's ways

@@ -106,6 +106,13 @@ block_lists = Table(
 """Policy xattention."""
 
 
+def xattention_over(dense: str, seq: int) -> tuple[float, list[Row]]:
+    """Time of policy xattention over dense attention (``dense``, cuDNN's, or ``fa4``) on code, and its
+    layers."""
+    newest = [row for row in block_lists.shown() if (row["text"], row["seq"]) == ("code", seq)][-1]
+    return share(newest["used"], dense), newest["used"]
+
+
 def by_density(density: float, seq: int = 131072, text: str = "code") -> float | None:
     """Time over cuDNN's dense attention at a density, between measured prices; None outside of them."""
     points = sorted(

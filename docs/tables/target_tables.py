@@ -8,7 +8,16 @@ from collections.abc import Callable, Iterator
 
 from . import backward_tables, frontier_tables, real_tables
 from .common import Row, Table, cell, mean, rows, values
-from .kernel_tables import WAYS, backward_rows, kernel_rows, searches, selection, worst_error
+from .kernel_tables import (
+    WAYS,
+    backward_rows,
+    host_us,
+    kernel_rows,
+    searches,
+    selection,
+    shortest_host,
+    worst_error,
+)
 from .step_tables import KEPT, over_dense, ratio, step
 
 PRODUCTS = "the backward computes seven matrix products, cuDNN's five"
@@ -21,6 +30,9 @@ UNKNOWN = "not known"
 COSTS = "with fewer pairs the loss grows faster than the cost falls"
 TWICE = "keys are read twice, for the LSE and for the masses"
 CHAIN = "a search is a chain of 14 short kernels, which take about as long at 8K tokens"
+LAUNCHES = (
+    "the host of a forward's and a backward's launches; what a launch takes there was not measured"
+)
 REST = "the layers outside attention are two thirds of the step"
 FINDS = "the forward stays, and finds the blocks"
 MODELS = ("smol.gguf", "qwen.gguf")
@@ -222,6 +234,13 @@ def _search() -> Iterator[Row]:
     what = "such a layer at 32K over dense, for each share of the pairs"
     why = f"attention alone takes {over * (1 - share):.2f} times its share, the search the rest"
     yield target(what, "1.3", f"{over:.2f}", over <= 1.3, why, *found)
+    over, found = real_tables.xattention_over("fa4", 16384)
+    what = "policy xattention over FlashAttention-4's dense attention, operands of code, 16K"
+    yield target(what, "1", f"{over:.2f}", over <= 1, UNKNOWN, *found)
+    row = shortest_host()
+    us = host_us(row)
+    what = cell("host time of a short layer, forward and backward, the least: {seq:K}", row)
+    yield target(what, "300 us", f"{us:.0f} us", us <= 300, LAUNCHES, row)
 
 
 losses = _table("frontier", _losses)
@@ -229,4 +248,4 @@ steps = _table("pretrain", _steps)
 layers = _table("rings", _layers)
 kernels = _table("kernels numerics", _kernels)
 backward = _table("backward_paths backward", _backward)
-search = _table("selection real_operands", _search)
+search = _table("selection real_operands short_layers", _search)

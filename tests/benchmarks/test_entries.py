@@ -71,7 +71,7 @@ def of_numerics(rows: Rows) -> None:
 
 def of_short_layers(rows: Rows) -> None:
     assert [row["search"] for row in rows] == ["kernels", "graph"]
-    positive(rows, *(f"{part}_host_us" for part in ("search", "forward", "backward")))
+    positive(rows, "launch_us", *(f"{part}_host_us" for part in ("search", "forward", "backward")))
 
 
 def of_balance(rows: Rows) -> None:
