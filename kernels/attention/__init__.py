@@ -7,6 +7,8 @@ Each operation has up to three backends, which compute the same (``backends.py``
 - ``portable/``: Triton, for any GPU that Triton compiles for
 - ``hopper/``: Gluon, for Hopper GPUs
 
+Dense attention on one rank may be a library's (``library.py``).
+
 Shapes: query, out and their gradients ``[s, b, h, d]``; key, value and their gradients ``[s, b, hk, d]``,
 and ``[I, s, b, hk, d]`` for the I ranks of a round; lse and delta ``[b, h, s]``, float32. ``s`` is the length
 of a rank's part of the sequence, ``h`` a multiple of ``hk``. Operands have unit stride in ``d`` and any other
@@ -26,6 +28,7 @@ from ..types import PatternOperand, Round
 from . import marks as block_marks
 from . import reference
 from .backends import OnePassBackend, backend_for, choose_backward
+from .library import library_for
 from .marks import new_marks
 from .operands import BackwardInputs, ForwardInputs, RoundKeys, StepKeys
 
@@ -42,6 +45,7 @@ __all__ = [
     "finish_query_sums",
     "forward",
     "gather_columns",
+    "library_for",
     "new_marks",
     "new_query_sums",
     "pack_kv",

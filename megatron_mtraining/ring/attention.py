@@ -158,6 +158,9 @@ def _forward(
     length, batch, heads, _ = query.shape
     lse_dtype = torch.promote_types(query.dtype, torch.float32)
     lse = torch.empty(batch, heads, length, dtype=lse_dtype, device=query.device)
+    if marking is offset is None and (library := kernels.library_for(index, query, key, value)):
+        with ring.span("attend", 0):
+            return library.forward(query, key, value, softmax_scale)
     keys = keys or KeysAndValues(key, value, ring, index)
     keys.columns(index)
     marks = None if marking is None else marking.marks
@@ -192,13 +195,17 @@ def _backward(
     *,
     packed: Tensor | None = None,
     offset: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The gradients of queries, ``[s, b, h, d]``, of keys and values, ``[2, s, b, hk, d]``, and of the
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients of queries, ``[s, b, h, d]``, of keys and of values, ``[s, b, hk, d]``, and of the
     softmax offset, ``[h]``; None without.
 
     Args:
         packed: the marks of blocks, if pruned.
     """
+    if pruning is offset is None and (library := kernels.library_for(index, query, key, value)):
+        with ring.span("key", 1):
+            found = library.backward(grad_out, query, key, value, out, lse, softmax_scale)
+            return *found, None
     keys, dkv = KeysAndValues(key, value, ring, index), _DkvAccumulator(ring)
     columns = keys.columns(index)
     pruned, attended = None, None
@@ -262,7 +269,8 @@ def _backward(
         pruned.tell(attended)
     assert dq is not None and dkv.value is not None, "the schedule computes both"
     grad_offset = None if offset is None else offset_gradient(lse, delta, offset)
-    return dq, dkv.value.to(key.dtype), grad_offset
+    dk, dv = dkv.value.to(key.dtype).unbind()
+    return dq, dk, dv, grad_offset
 
 
 def _start_column_grads(inputs: BackwardInputs, columns: Transfer, ring: Ring) -> Transfer:
@@ -318,10 +326,10 @@ class _RingAttention(torch.autograd.Function):
         if grad_out is None:  # other ranks may have one, and wait for this one
             grad_out = torch.zeros_like(out)
         (grad_out,) = unit_stride(grad_out)
-        dq, dkv, grad_offset = _backward(
+        gradients = _backward(
             query, key, value, grad_out, out, lse, *ctx.rest, packed=packed, offset=offset
         )
-        return dq, *dkv.unbind(), grad_offset, *[None] * 6
+        return *gradients, *[None] * 6
 
 
 def ring_attention(
