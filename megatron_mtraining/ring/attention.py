@@ -155,12 +155,12 @@ def _forward(
     marking: Marking | None = None,
     offset: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    length, batch, heads, _ = query.shape
-    lse_dtype = torch.promote_types(query.dtype, torch.float32)
-    lse = torch.empty(batch, heads, length, dtype=lse_dtype, device=query.device)
     if marking is offset is None and (library := kernels.library_for(index, query, key, value)):
         with ring.span("attend", 0):
             return library.forward(query, key, value, softmax_scale)
+    length, batch, heads, _ = query.shape
+    lse_dtype = torch.promote_types(query.dtype, torch.float32)
+    lse = torch.empty(batch, heads, length, dtype=lse_dtype, device=query.device)
     keys = keys or KeysAndValues(key, value, ring, index)
     keys.columns(index)
     marks = None if marking is None else marking.marks
