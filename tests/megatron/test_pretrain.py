@@ -84,7 +84,7 @@ CASES = {
 
 
 def densities(run) -> list[float]:
-    found = re.findall(r"^ \[mtraining\] iteration \d+ \| density (\S+) ", run.stdout, re.M)
+    found = re.findall(r"\[mtraining\] iteration \d+ \| density (\S+) ", run.stdout)
     return [float(density) for density in found]
 
 

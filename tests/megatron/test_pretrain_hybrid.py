@@ -40,7 +40,7 @@ def script(tree):
 
 
 def densities(run) -> list[float]:
-    found = re.findall(r"^ \[mtraining\] iteration \d+ \| density (\S+) ", run.stdout, re.M)
+    found = re.findall(r"\[mtraining\] iteration \d+ \| density (\S+) ", run.stdout)
     return [float(density) for density in found]
 
 
