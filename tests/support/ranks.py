@@ -87,6 +87,16 @@ def _entry(rank, world, folder, output, environment, function, arguments):
 def run_ranks(world, function, *arguments):
     """Results of ``function(rank, world, *arguments)``, in rank order. A rank's exception is raised
     here. ``function`` must be importable (module level)."""
+    try:
+        return _run_ranks(world, function, *arguments)
+    except mp.ProcessRaisedException as error:
+        # On a busy machine gloo's ranks sometimes do not find each other. Nothing of the test has run then.
+        if "in _meet" not in str(error) or "connectFullMesh" not in str(error):
+            raise
+        return _run_ranks(world, function, *arguments)
+
+
+def _run_ranks(world, function, *arguments):
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "output")
         output.touch()
