@@ -13,6 +13,7 @@ from .errors import ConfigError
 
 DISTRIBUTIONS = {
     "backports": "backports.zstd",
+    "flash_attn": "flash-attn-4",
     "lm_eval": "lm-eval",
     "megatron": "megatron-core",
     "streaming": "mosaicml-streaming",

@@ -106,6 +106,13 @@ def fresh_inputs():
 
 
 @pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
 def interpreter(monkeypatch):
     """Triton's interpreter: the kernels run on CPU tensors, as they were imported for it above."""
     if torch.cuda.is_available():

@@ -94,12 +94,8 @@ def host_microseconds(run: Callable[[], object], device: torch.device) -> list[f
 def launch_microseconds(device: torch.device) -> float:
     """What a launch takes the host: a median."""
     number = torch.zeros((), device=device)
-    return (
-        statistics.median(
-            host_microseconds(lambda: [number.fill_(1.0) for _ in range(FILLS)], device)
-        )
-        / FILLS
-    )
+    times = host_microseconds(lambda: [number.fill_(1.0) for _ in range(FILLS)], device)
+    return statistics.median(times) / FILLS
 
 
 def launches(run: Callable[[], object]) -> int:

@@ -29,7 +29,7 @@ FEW = "few queries that attend to one distant key weigh little in a mean recall"
 UNKNOWN = "not known"
 COSTS = "with fewer pairs the loss grows faster than the cost falls"
 TWICE = "keys are read twice, for the LSE and for the masses"
-CHAIN = "a search is a chain of 14 short kernels, which take about as long at 8K tokens"
+CHAIN = "a search is a chain of short kernels, which take about as long at 8K tokens"
 LAUNCHES = (
     "the host of a forward's and a backward's launches; what a launch takes there was not measured"
 )

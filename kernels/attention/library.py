@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from importlib import import_module
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...requirements import require
 from ...switches import switch
 from ..types import PatternOperand
 
@@ -45,7 +45,7 @@ def library_for(index: PatternOperand, *operands: Tensor) -> Library | None:
     package flash-attn-4), or ``own``, the default. Never under ``torch.use_deterministic_algorithms(True)``.
 
     Raises:
-        ConfigError: another value of ``MTRAINING_DENSE``.
+        ConfigError: another value of ``MTRAINING_DENSE``, or the library that it names is not installed.
     """
     wanted = switch("MTRAINING_DENSE") or "own"
     query = operands[0]
@@ -72,8 +72,8 @@ def _cudnn_takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 @functools.cache
 def _flash4_runs(device: torch.device) -> bool:
-    hopper_or_newer = torch.cuda.get_device_capability(device) >= (9, 0)
-    return hopper_or_newer and find_spec("flash_attn.cute") is not None
+    require("flash_attn.cute", extra="")
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 # Layouts: torch's is [b, h, s, d], FlashAttention's [b, s, h, d].

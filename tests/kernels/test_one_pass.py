@@ -31,13 +31,6 @@ from tests.support.attention_cases import (
 pytest.importorskip("triton")
 
 
-@pytest.fixture
-def deterministic():
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def operands_of(dtype=torch.float32):
     query = torch.zeros(128, 1, 2, 64, dtype=dtype)
     return random_index(128, 1, 2, 64, 1, "all", "cpu"), query, query, query, query
