@@ -6,8 +6,8 @@ from __future__ import annotations
 import statistics
 
 from colours import BLUE, GREEN, ORANGE, RED, SKY
-from tables import real_tables
-from tables.common import Row, cell, mean, rows
+from tables import long_tables, real_tables
+from tables.common import Row, cell, last, mean, rows
 from tables.frontier_tables import (
     LABELS,
     MODELS,
@@ -63,7 +63,8 @@ def overview_data() -> dict[str, list[dict]]:
         "step_over_dense",
         "layer_over_dense",
     )
-    long = [{name: row[name] for name in names} for row in rows("long") if row["policy"] != "dense"]
+    newest = last(rows("long"), *long_tables.KEY)
+    long = [{name: row[name] for name in names} for row in newest if row["policy"] != "dense"]
     return dict(losses=found, real=real, long=long)
 
 
@@ -96,7 +97,8 @@ def draw_overview(figure, data: dict[str, list[dict]]) -> None:
     left.set_ylabel("held-out loss over dense training,\nboth evaluated with dense attention")
     left.set_ylim(-0.1, 3.2)
     left.yaxis.set_major_formatter("{x:g}%")
-    left.set_title("Loss after 300 steps (128K: 64, 256K: 16); bars: range over seeds", fontsize=9)
+    steps = {cell("{tokens:K}: {steps}", row): None for row in trained_at_length}
+    left.set_title(f"Loss after 300 steps ({', '.join(steps)}); bars: range over seeds", fontsize=9)
 
     if data["real"]:
         xy = sorted((row["density"], row["share"]) for row in data["real"])

@@ -40,7 +40,7 @@ def right(row: Row, name: str, samples: str) -> str:
 
 
 ORDER = {name: at for at, name in enumerate(WAYS)}
-KEY = ("model", "tokens", "steps", "gpus", "policy")
+KEY = ("model", "tokens", "gpus", "policy")
 REST = {
     "trained with": options,
     "density": "{density:share}",
@@ -97,6 +97,7 @@ def _figures(name: str, policy: str, tokens: int = 131072) -> dict[str, Callable
         "step": lambda row: times(row["step_over_dense"]),
         "attention": lambda row: times(row["layer_over_dense"]),
         "needle": lambda row: right(row, "needle", "needles"),
+        "last_eighth": lambda row: cell("{x:over}", x=row["dense_over_dense_by_position"][-1]),
     }
     return {f"long_{name}_{figure}": of(text) for figure, text in found.items()}
 
