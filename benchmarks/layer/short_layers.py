@@ -1,16 +1,16 @@
 # Copyright 2026 the megatron-mtraining authors. Licensed under the Apache License, Version 2.0.
 """Launches and host time of a short layer's attention on one GPU: pattern search, forward and backward.
 
-For each length there are two rows, measured in turns: all launched kernel by kernel
-(``search`` is "kernels"), and with the search captured as a CUDA graph ("graph"; see
-:mod:`megatron_mtraining.pattern.search_graph`). Of the search alone, of the forward with its search, and of
-the backward, a row has
+For each length there are three rows, measured in turns: all launched kernel by kernel
+(``search`` is "kernels"), with the search captured as a CUDA graph ("graph"; see
+:mod:`megatron_mtraining.pattern.search_graph`), and PyTorch's dense attention, cuDNN's on a GPU ("dense").
+Of the search alone, of the forward with its search, and of the backward, a row has
 
 - ``_host_us``: microseconds until the host has launched all, beginning with an idle GPU: a median;
+- ``_ahead_us``: microseconds of the host for each of several calls, one after the other, of which none is
+  waited for, as in training: a median;
 - ``_ms``: milliseconds of the GPU, launched ahead;
 - ``_launches``: what the host launches: kernels, copies and graphs.
-
-``launch_us`` is what one launch takes the host there: of many fills of a number, one after another.
 
     python -m benchmarks.layer.short_layers [--seq 8192 16384 32768] [--policy price] [--output FILE]
 """
@@ -26,6 +26,8 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.attention import attend
@@ -45,10 +47,8 @@ ROUNDS = 5
 """Turns of a median."""
 RUNS = 12
 """Of a turn."""
-FILLS = 50
 
-
-CAPTURED = {"kernels": "0", "graph": "1"}
+CAPTURED = {"kernels": "0", "graph": "1", "dense": "0"}
 """``MTRAINING_SEARCH_GRAPH``, by what rows have as ``search``."""
 
 
@@ -79,23 +79,36 @@ def parts(tensors: tuple[Tensor, ...], config: MTrainingConfig) -> dict[str, Cal
     }
 
 
+def dense_parts(tensors: tuple[Tensor, ...]) -> dict[str, Callable[[], object]]:
+    """:func:`parts` of PyTorch's dense attention."""
+    leaves = [each.permute(1, 2, 0, 3).detach().requires_grad_() for each in tensors[:3]]
+    grad = tensors[3].permute(1, 2, 0, 3)
+    kernel = SDPBackend.CUDNN_ATTENTION if grad.is_cuda else SDPBackend.MATH
+
+    def forward() -> Tensor:
+        with sdpa_kernel(kernel):
+            return scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+
+    out = forward()
+    return {
+        "forward": forward,
+        "backward": partial(torch.autograd.grad, out, leaves, grad, retain_graph=True),
+    }
+
+
 def host_microseconds(run: Callable[[], object], device: torch.device) -> list[float]:
     """Times until the host has launched all, with nothing left on the GPU at the start."""
-    times = []
-    for _ in range(RUNS):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
+    return [calls_microseconds(run, 1, device) for _ in range(RUNS)]
+
+
+def calls_microseconds(run: Callable[[], object], calls: int, device: torch.device) -> float:
+    """Time of a call, of so many that the host launches without waiting for one."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
         run()
-        times.append(1e6 * (time.perf_counter() - start))
-    return times
-
-
-def launch_microseconds(device: torch.device) -> float:
-    """What a launch takes the host: a median."""
-    number = torch.zeros((), device=device)
-    times = host_microseconds(lambda: [number.fill_(1.0) for _ in range(FILLS)], device)
-    return statistics.median(times) / FILLS
+    return 1e6 * (time.perf_counter() - start) / calls
 
 
 def launches(run: Callable[[], object]) -> int:
@@ -123,10 +136,11 @@ def measured(tensors: tuple[Tensor, ...], policy: str) -> list[dict]:
     config = MTrainingConfig.for_sequence(seq, policy=policy)
     runs: dict[str, dict[str, Callable[[], object]]] = {}
     host: dict[tuple[str, str], list[float]] = {}
-    rows, launch_us = [], round(launch_microseconds(device), 2)
+    ahead: dict[tuple[str, str], list[float]] = {}
+    rows = []
     for what in CAPTURED:
         with captured(what):
-            runs[what] = parts(tensors, config)
+            runs[what] = dense_parts(tensors) if what == "dense" else parts(tensors, config)
             for run in runs[what].values():
                 for _ in range(WARM_UP):
                     run()
@@ -135,20 +149,25 @@ def measured(tensors: tuple[Tensor, ...], policy: str) -> list[dict]:
             with captured(what):
                 for part, run in runs[what].items():
                     host.setdefault((what, part), []).extend(host_microseconds(run, device))
+                    each = calls_microseconds(run, RUNS, device)
+                    ahead.setdefault((what, part), []).append(each)
     for what in CAPTURED:
         row = dict(
-            op="short", impl="mtraining", seq=seq, heads=heads, kv_heads=key.shape[2], dim=dim,
-            policy=config.policy.name, search=what, launch_us=launch_us,
+            op="short", impl="pytorch" if what == "dense" else "mtraining", seq=seq,
+            heads=heads, kv_heads=key.shape[2], dim=dim,
+            policy=None if what == "dense" else config.policy.name, search=what,
         )  # fmt: skip
         with captured(what):
             for part, run in runs[what].items():
                 row[f"{part}_host_us"] = round(statistics.median(host[what, part]), 1)
+                row[f"{part}_ahead_us"] = round(statistics.median(ahead[what, part]), 1)
                 row[f"{part}_ms"] = round(clock(run), 4)
                 if device.type == "cuda":
                     row[f"{part}_launches"] = launches(run)
         rows.append(row)
         counts = "".join(
-            f"; {part}: host {row[f'{part}_host_us']:.0f} us, GPU {row[f'{part}_ms']:.3f} ms, "
+            f"; {part}: host {row[f'{part}_host_us']:.0f} us, ahead {row[f'{part}_ahead_us']:.0f} us, "
+            f"GPU {row[f'{part}_ms']:.3f} ms, "
             f"{row.get(f'{part}_launches')} launches"
             for part in runs[what]
         )

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from .common import Columns, Row, Table, cell, grouped, rows
 
 CHUNKS = "one_pass_64"
@@ -100,21 +102,36 @@ selection = Table(
 )
 
 
+SEARCHES = {
+    "kernels": "kernel by kernel",
+    "graph": "captured",
+    "dense": "none: dense, PyTorch's cuDNN",
+}
+
+
+def _of_parts(what: str, form: str) -> Callable[[Row], str]:
+    """Of a short layer's search, forward and backward; what a row has not is left out."""
+    names = (f"{part}_{what}" for part in ("search", "forward", "backward"))
+    return lambda row, names=tuple(names): " / ".join(
+        f"{{{name}{form}}}".format(**row) for name in names if name in row
+    )
+
+
 short_layers = Table(
     "short_layers",
     {
         "GPU": "{gpu:gpu}",
         "tokens": "{seq:K}",
         "policy": "{policy}",
-        "search": lambda row: {"kernels": "kernel by kernel", "graph": "captured"}[row["search"]],
-        "launches": "{search_launches} / {forward_launches} / {backward_launches}",
-        "one launch, us": lambda row: cell("{launch_us:.1f}", row) if "launch_us" in row else "",
-        "host us": "{search_host_us:.0f} / {forward_host_us:.0f} / {backward_host_us:.0f}",
-        "GPU ms": "{search_ms:.2f} / {forward_ms:.2f} / {backward_ms:.2f}",
+        "search": lambda row: SEARCHES[row["search"]],
+        "launches": _of_parts("launches", ""),
+        "host us, from an idle GPU": _of_parts("host_us", ":.0f"),
+        "host us, ahead of the GPU": _of_parts("ahead_us", ":.0f"),
+        "GPU ms": _of_parts("ms", ":.2f"),
     },
     where=lambda row: "MTRAINING_TRITON_LAUNCH=1" not in row["command"],
     newest=("gpu", "seq", "policy", "search"),
-    order=lambda row: (row["gpu"], row["seq"], row["policy"]),
+    order=lambda row: (row["gpu"], row["seq"], row["policy"] or ""),
 )  # fmt: skip
 
 
@@ -126,9 +143,19 @@ def shortest_host() -> Row:
     return min(found, key=host_us)
 
 
+def dense_host(like: Row) -> list[Row]:
+    """The short layer of dense attention of the same GPU and length, if there is one."""
+    return [
+        row
+        for row in short_layers.shown()
+        if row["search"] == "dense" and (row["gpu"], row["seq"]) == (like["gpu"], like["seq"])
+    ]
+
+
 def host_us(row: Row) -> float:
-    """Host time of a short layer's forward and backward."""
-    return row["forward_host_us"] + row["backward_host_us"]
+    """Host time of a short layer's forward and backward, ahead of the GPU where that was measured."""
+    kind = "ahead_us" if "forward_ahead_us" in row else "host_us"
+    return row[f"forward_{kind}"] + row[f"backward_{kind}"]
 
 
 # The backward's ways

@@ -70,8 +70,10 @@ def of_numerics(rows: Rows) -> None:
 
 
 def of_short_layers(rows: Rows) -> None:
-    assert [row["search"] for row in rows] == ["kernels", "graph"]
-    positive(rows, "launch_us", *(f"{part}_host_us" for part in ("search", "forward", "backward")))
+    assert [row["search"] for row in rows] == ["kernels", "graph", "dense"]
+    for what in ("host_us", "ahead_us"):
+        positive(rows, *(f"{part}_{what}" for part in ("forward", "backward")))
+        positive(rows[:2], f"search_{what}")
 
 
 def of_balance(rows: Rows) -> None:
