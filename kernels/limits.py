@@ -5,6 +5,9 @@ HEAD_DIMS = (64, 96, 128, 192, 256)
 """Head dimensions of query, key and value. Tiles have sizes of powers of two: 96 and 192 take the time of 128
 and 256."""
 
+LIBRARY_HEAD_DIM = 128
+"""The largest head dimension of dense attention by a library (``MTRAINING_DENSE``)."""
+
 MAX_BLOCKS = 32768
 """Blocks on a rank, and blocks of the ranks of one round: the index stores block numbers in 16 bits. With
 blocks of 128 tokens this is 4M tokens."""

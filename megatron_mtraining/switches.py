@@ -35,7 +35,10 @@ def switch(name: str) -> str | None:
     return value
 
 
-def check_switches() -> None:
-    """Raise :class:`~.errors.ConfigError` if a variable has another value than :data:`SWITCHES` has."""
-    for name in SWITCHES:
-        switch(name)
+def given_switches() -> dict[str, str]:
+    """The values of the variables that are set.
+
+    Raises:
+        ConfigError: one has another value than :data:`SWITCHES` has.
+    """
+    return {name: value for name in SWITCHES if (value := switch(name)) is not None}

@@ -17,10 +17,8 @@ from torch import Tensor
 
 from ...requirements import require
 from ...switches import switch
+from ..limits import LIBRARY_HEAD_DIM
 from ..types import PatternOperand
-
-HEAD_DIM = 128
-"""The largest that the libraries take everywhere."""
 
 
 class Library(NamedTuple):
@@ -53,7 +51,7 @@ def library_for(index: PatternOperand, *operands: Tensor) -> Library | None:
         wanted == "own"
         or not (index.is_dense and index.world == 1 and query.is_cuda)
         or query.element_size() != 2
-        or query.shape[-1] > HEAD_DIM
+        or query.shape[-1] > LIBRARY_HEAD_DIM
         or torch.are_deterministic_algorithms_enabled()
     ):
         return None

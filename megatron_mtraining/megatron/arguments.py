@@ -18,8 +18,9 @@ from ..config import (
     option,
     sets_every_head,
 )
+from ..kernels.limits import LIBRARY_HEAD_DIM
 from ..ring.pruning import check_entries
-from ..switches import check_switches
+from ..switches import given_switches
 from .backend import is_active, training_arguments
 from .balance.options import check_balance, lines_of_balance
 from .checks import check_settings, inner_group_size, warning_of_loss
@@ -97,7 +98,7 @@ def refuse(args) -> None:
         ArgumentsError: names the option, its value and what to do.
     """
     if is_active(args):
-        check_switches()
+        given_switches()
         _check_settings_alone(args)
         _checked(args)
         return
@@ -135,7 +136,7 @@ def fill_in(args) -> list[str]:
         setattr(args, attribute(name), value)
     setattr(args, FILLED_IN, True)
     given = " ".join(f"{name}={value}" for name, value in values.items() if value is not None)
-    lines = [f"settings: {given}"]
+    lines = [f"settings: {given}", *_lines_of_switches(args)]
     ahead = lookahead_warning(config, getattr(args, "num_layers", None), args.num_attention_heads)
     lines += [f"warning: {each}" for each in (warning, ahead, warning_of_loss(args)) if each]
     lines += fill_in_documents(args)
@@ -153,6 +154,25 @@ def fill_in(args) -> list[str]:
             "--no-create-attention-mask-in-dataloader)"
         )
     return lines
+
+
+def _lines_of_switches(args) -> list[str]:
+    """What the environment chooses, and whether a library for dense attention can be used."""
+    given = given_switches()
+    lines = [f"environment: {' '.join(f'{name}={value}' for name, value in given.items())}"]
+    library = given.get("MTRAINING_DENSE", "own")
+    if library != "own":
+        limits = {
+            f"--context-parallel-size {args.context_parallel_size}": args.context_parallel_size > 1,
+            "--deterministic-mode": getattr(args, "deterministic_mode", False),
+            f"heads of dimension {args.kv_channels}": (args.kv_channels or 0) > LIBRARY_HEAD_DIM,
+        }
+        lines += [
+            f"warning: with {what}, MTRAINING_DENSE={library} is not used"
+            for what, is_in_the_way in limits.items()
+            if is_in_the_way
+        ]
+    return lines if given else []
 
 
 def _checked(args) -> tuple[MTrainingConfig, str | None]:

@@ -153,6 +153,21 @@ def test_environment_is_checked_before_training(monkeypatch):
     check(parse(backend="auto"))
 
 
+def test_the_log_names_what_the_environment_chooses(monkeypatch):
+    assert not any(line.startswith("environment") for line in check(parse()))
+    monkeypatch.setenv("MTRAINING_DENSE", "flash4")
+    monkeypatch.setenv("MTRAINING_SEARCH_GRAPH", "0")
+    _, environment = check(parse(context_parallel_size=1))
+    assert environment == "environment: MTRAINING_DENSE=flash4 MTRAINING_SEARCH_GRAPH=0"
+    others = dict(context_parallel_size=2, deterministic_mode=True, kv_channels=256)
+    _, _, *warnings = check(parse(**others))
+    assert [line.partition(", ")[0] for line in warnings] == [
+        "warning: with --context-parallel-size 2",
+        "warning: with --deterministic-mode",
+        "warning: with heads of dimension 256",
+    ]
+
+
 @pytest.mark.parametrize("words", ["slash all", "price 0", "schedule anneal"])
 def test_checking_twice_changes_nothing_more(words):
     args = parse(*f"--mtraining-{words}".split(), seq_length=512, train_iters=10)

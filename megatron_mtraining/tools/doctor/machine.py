@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ...errors import ConfigError
 from ...requirements import install_command, installed, is_too_old, last_line
-from ...switches import check_switches
+from ...switches import given_switches
 
 OK, ABSENT, FAILS = "ok", "not there", "will not work"
 TESTED = {
@@ -63,7 +63,7 @@ def examine(root: Path | None) -> Iterator[Line]:
     yield _package("triton", "", "triton")
     yield from _gpus()
     try:
-        check_switches()
+        given_switches()
     except ConfigError as error:
         yield Line(FAILS, "environment", str(error))
     for name, extra, module, without in OPTIONAL:
