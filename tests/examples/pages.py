@@ -101,12 +101,14 @@ def memory(page: Path, words: list[str]) -> str:
 
 
 def rows_of(words: list[str]) -> tuple[str, list[dict]]:
-    """The file and the rows that ``words`` name."""
+    """The file and the rows that ``words`` name, of each policy the newest."""
     (file,) = [word.removeprefix("file=") for word in words if word.startswith("file=")]
     rows = [json.loads(line) for line in (ROWS / file).read_text().splitlines()]
     for name, value in (word.split("=") for word in words if not word.startswith("file=")):
         rows = [row for row in rows if str(row.get(name)) == value]
     assert rows, f"{words} name no row"
+    if all("policy" in row for row in rows):
+        rows = [*{row["policy"]: row for row in rows}.values()]
     assert len(rows) == 1 or all("policy" in row for row in rows), f"{words} name {len(rows)} rows"
     return file, rows
 
