@@ -23,8 +23,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.attention import SDPBackend
 
 from megatron_mtraining.cp_group import CPGroup
 from megatron_mtraining.pattern import VerticalSlashIndex
@@ -33,7 +32,7 @@ from megatron_mtraining.ring.attention import ring_attention
 from megatron_mtraining.visibility import VisibleRanges
 
 from ..lib import record
-from ..lib.workloads import BLOCK, draw_index, draw_operands, heads_first, share_for
+from ..lib.workloads import BLOCK, dense_with, draw_index, draw_operands, heads_first, share_for
 from . import selection as index
 
 SHOWN = ("op", "impl", "seq", "density", "vertical", "documents", "ms", "tflops", "share_of_cudnn")
@@ -127,14 +126,6 @@ def flex_for(index):
         mask_mod=_causal,
     )
     return lambda q, k, v: _compiled_flex()(q, k, v, block_mask=mask, enable_gqa=True)
-
-
-def dense_with(backend):
-    def run(q, k, v):
-        with sdpa_kernel(backend):
-            return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-    return run
 
 
 def seconds(run, count: int, device: str) -> float:

@@ -20,8 +20,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_mtraining.cp_group import CPGroup
 from megatron_mtraining.pattern import build_index
@@ -31,6 +29,7 @@ from megatron_mtraining.ring.attention import ring_attention
 from ..lib import record
 from ..lib.workloads import (
     BLOCK,
+    dense_on,
     draw_operands,
     draw_pattern,
     heads_first,
@@ -184,12 +183,11 @@ def ours(operands, pattern):
     return out.detach(), *torch.autograd.grad(out, leaves, grad_out)
 
 
-def dense(operands, backend):
+def dense(operands):
     """The same of dense attention, in the same layout."""
     *leaves, grad_out = (heads_first(t) for t in operands)
     leaves = [t.requires_grad_() for t in leaves]
-    with sdpa_kernel(backend):
-        out = scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+    out = dense_on(grad_out.device)(*leaves)
     results = out.detach(), *torch.autograd.grad(out, leaves, grad_out)
     return tuple(t.permute(2, 0, 1, 3) for t in results)
 
@@ -210,8 +208,7 @@ def run(inputs: Inputs, device: str, tail: int) -> list[dict]:
     queries, keys = samples(inputs.seq, tail, device)
     full = truth(operands, None, queries, keys)
     baseline = "cudnn" if device == "cuda" else "math"
-    backend = SDPBackend.CUDNN_ATTENTION if device == "cuda" else SDPBackend.MATH
-    base = relative_errors(pick(dense(operands, backend), queries, keys), full)
+    base = relative_errors(pick(dense(operands), queries, keys), full)
     errors = {(baseline, "dense", 1.0): base}
     for name, share, columns in patterns_for(inputs.seq):
         pattern = tuple(t.to(device) for t in draw_pattern(inputs.seq, heads, share, columns))

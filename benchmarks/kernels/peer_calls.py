@@ -23,8 +23,8 @@ from megatron_mtraining.ring import Ring
 from megatron_mtraining.ring.attention import ring_attention
 
 from ..lib import record
-from ..lib.workloads import BLOCK, draw_operands, fa4, heads_first, tokens_first
-from .attention import DENSE, Case, dense_with, flex_for, passes
+from ..lib.workloads import BLOCK, dense_with, draw_operands, fa4, heads_first, tokens_first
+from .attention import DENSE, Case, flex_for, passes
 from .peer_blocks import key_blocks, key_intervals, query_blocks
 
 BLOCKS = (BLOCK, BLOCK)

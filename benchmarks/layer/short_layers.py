@@ -7,8 +7,8 @@ For each length there are three rows, measured in turns: all launched kernel by 
 Of the search alone, of the forward with its search, and of the backward, a row has
 
 - ``_host_us``: microseconds until the host has launched all, beginning with an idle GPU: a median;
-- ``_ahead_us``: microseconds of the host for each of several calls, one after the other, of which none is
-  waited for, as in training: a median;
+- ``_back_to_back_us``: microseconds of the host for each of several calls back-to-back, as in training: a
+  median;
 - ``_ms``: milliseconds of the GPU, launched ahead;
 - ``_launches``: what the host launches: kernels, copies and graphs.
 
@@ -26,8 +26,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.attention import attend
@@ -36,7 +34,7 @@ from megatron_mtraining.pattern import search_pattern
 
 from ..lib import record
 from ..lib.clock import Clock
-from ..lib.workloads import draw_structured
+from ..lib.workloads import dense_on, draw_structured, heads_first
 
 SHAPE = dict(heads=16, kv_heads=2, dim=128)
 COLUMNS = 1000
@@ -67,31 +65,25 @@ def operands(seq: int, shape: dict[str, int], device: torch.device) -> tuple[Ten
 
 def parts(tensors: tuple[Tensor, ...], config: MTrainingConfig) -> dict[str, Callable[[], object]]:
     """What is measured, by name."""
-    *inputs, grad = tensors
-    leaves = [each.detach().requires_grad_() for each in inputs]
-    query, key = inputs[:2]
+    query, key, *_ = tensors
     scale = query.shape[-1] ** -0.5
-    out = attend(*leaves, config=config).out
-    return {
-        "search": partial(search_pattern, query, key, config, CPGroup(None), scale),
-        "forward": lambda: attend(*leaves, config=config).out,
-        "backward": partial(torch.autograd.grad, out, leaves, grad, retain_graph=True),
-    }
+    search = partial(search_pattern, query, key, config, CPGroup(None), scale)
+    return {"search": search, **_both(lambda *given: attend(*given, config=config).out, tensors)}
 
 
 def dense_parts(tensors: tuple[Tensor, ...]) -> dict[str, Callable[[], object]]:
     """:func:`parts` of PyTorch's dense attention."""
-    leaves = [each.permute(1, 2, 0, 3).detach().requires_grad_() for each in tensors[:3]]
-    grad = tensors[3].permute(1, 2, 0, 3)
-    kernel = SDPBackend.CUDNN_ATTENTION if grad.is_cuda else SDPBackend.MATH
+    return _both(dense_on(tensors[0].device), tuple(map(heads_first, tensors)))
 
-    def forward() -> Tensor:
-        with sdpa_kernel(kernel):
-            return scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
 
-    out = forward()
+def _both(
+    attention: Callable[..., Tensor], tensors: tuple[Tensor, ...]
+) -> dict[str, Callable[[], object]]:
+    *inputs, grad = tensors
+    leaves = [each.detach().requires_grad_() for each in inputs]
+    out = attention(*leaves)
     return {
-        "forward": forward,
+        "forward": partial(attention, *leaves),
         "backward": partial(torch.autograd.grad, out, leaves, grad, retain_graph=True),
     }
 
@@ -102,7 +94,7 @@ def host_microseconds(run: Callable[[], object], device: torch.device) -> list[f
 
 
 def calls_microseconds(run: Callable[[], object], calls: int, device: torch.device) -> float:
-    """Time of a call, of so many that the host launches without waiting for one."""
+    """The host's time for each of so many calls back-to-back, beginning with an idle GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -136,7 +128,7 @@ def measured(tensors: tuple[Tensor, ...], policy: str) -> list[dict]:
     config = MTrainingConfig.for_sequence(seq, policy=policy)
     runs: dict[str, dict[str, Callable[[], object]]] = {}
     host: dict[tuple[str, str], list[float]] = {}
-    ahead: dict[tuple[str, str], list[float]] = {}
+    back_to_back: dict[tuple[str, str], list[float]] = {}
     rows = []
     for what in CAPTURED:
         with captured(what):
@@ -150,7 +142,7 @@ def measured(tensors: tuple[Tensor, ...], policy: str) -> list[dict]:
                 for part, run in runs[what].items():
                     host.setdefault((what, part), []).extend(host_microseconds(run, device))
                     each = calls_microseconds(run, RUNS, device)
-                    ahead.setdefault((what, part), []).append(each)
+                    back_to_back.setdefault((what, part), []).append(each)
     for what in CAPTURED:
         row = dict(
             op="short", impl="pytorch" if what == "dense" else "mtraining", seq=seq,
@@ -160,15 +152,17 @@ def measured(tensors: tuple[Tensor, ...], policy: str) -> list[dict]:
         with captured(what):
             for part, run in runs[what].items():
                 row[f"{part}_host_us"] = round(statistics.median(host[what, part]), 1)
-                row[f"{part}_ahead_us"] = round(statistics.median(ahead[what, part]), 1)
+                row[f"{part}_back_to_back_us"] = round(
+                    statistics.median(back_to_back[what, part]), 1
+                )
                 row[f"{part}_ms"] = round(clock(run), 4)
                 if device.type == "cuda":
                     row[f"{part}_launches"] = launches(run)
         rows.append(row)
         counts = "".join(
-            f"; {part}: host {row[f'{part}_host_us']:.0f} us, ahead {row[f'{part}_ahead_us']:.0f} us, "
-            f"GPU {row[f'{part}_ms']:.3f} ms, "
-            f"{row.get(f'{part}_launches')} launches"
+            f"; {part}: host {row[f'{part}_host_us']:.0f} us, "
+            f"back-to-back {row[f'{part}_back_to_back_us']:.0f} us, "
+            f"GPU {row[f'{part}_ms']:.3f} ms, {row.get(f'{part}_launches')} launches"
             for part in runs[what]
         )
         print(f"{seq:6d} tokens, {row['search']}{counts}", flush=True)

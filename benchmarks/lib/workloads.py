@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_mtraining.pattern import build_index
 
@@ -132,6 +135,22 @@ def draw_structured(
 def heads_first(tensor: Tensor) -> Tensor:
     """``[s, b, h, d]`` as the contiguous ``[b, h, s, d]`` that dense attention takes."""
     return tensor.detach().permute(1, 2, 0, 3).contiguous()
+
+
+def dense_with(backend: SDPBackend) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """PyTorch's dense causal attention by one backend, of query, key and value ``[b, h, s, d]``."""
+
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+    return run
+
+
+def dense_on(device: torch.device | str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """:func:`dense_with` cuDNN on a GPU, and PyTorch's reference on the CPU."""
+    is_cuda = torch.device(device).type == "cuda"
+    return dense_with(SDPBackend.CUDNN_ATTENTION if is_cuda else SDPBackend.MATH)
 
 
 def tokens_first(tensor: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from functools import cache, partial
 from typing import NamedTuple
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_mtraining.attention import AttentionResult, attend
 from megatron_mtraining.config import XAttentionPolicy
@@ -17,7 +16,7 @@ from megatron_mtraining.pattern import search_pattern
 from ..lib import record
 from ..lib.clock import Clock
 from ..lib.policies_at_density import Found, Setting, at_density, config_of
-from ..lib.workloads import draw_structured, fa4, heads_first, tokens_first
+from ..lib.workloads import dense_on, draw_structured, fa4, heads_first, tokens_first
 
 HEADS, KV_HEADS, DIM = 16, 2, 128
 """Of a layer of Qwen2.5-3B."""
@@ -101,13 +100,8 @@ class Layer:
 
     def dense_times(self) -> dict[str, float]:
         """Milliseconds of dense attention: cuDNN's on a GPU, PyTorch's reference on the CPU."""
-        cuda = self.device.type == "cuda"
-        backend = SDPBackend.CUDNN_ATTENTION if cuda else SDPBackend.MATH
-        attention = partial(
-            torch.nn.functional.scaled_dot_product_attention, is_causal=True, enable_gqa=True
-        )
-        with sdpa_kernel(backend):
-            forward, backward = self._both(attention, [heads_first(each) for each in self.operands])
+        given = [heads_first(each) for each in self.operands]
+        forward, backward = self._both(dense_on(self.device), given)
         return dict(dense_forward_ms=round(forward, 5), dense_backward_ms=round(backward, 5))
 
     def fa4_times(self) -> dict[str, float | None]:

@@ -111,10 +111,12 @@ SEARCHES = {
 
 def _of_parts(what: str, form: str) -> Callable[[Row], str]:
     """Of a short layer's search, forward and backward; what a row has not is left out."""
-    names = (f"{part}_{what}" for part in ("search", "forward", "backward"))
-    return lambda row, names=tuple(names): " / ".join(
-        f"{{{name}{form}}}".format(**row) for name in names if name in row
-    )
+
+    def said(row: Row) -> str:
+        names = (f"{part}_{what}" for part in ("search", "forward", "backward"))
+        return " / ".join(format(row[name], form) for name in names if name in row)
+
+    return said
 
 
 short_layers = Table(
@@ -125,9 +127,9 @@ short_layers = Table(
         "policy": "{policy}",
         "search": lambda row: SEARCHES[row["search"]],
         "launches": _of_parts("launches", ""),
-        "host us, from an idle GPU": _of_parts("host_us", ":.0f"),
-        "host us, ahead of the GPU": _of_parts("ahead_us", ":.0f"),
-        "GPU ms": _of_parts("ms", ":.2f"),
+        "host us, from an idle GPU": _of_parts("host_us", ".0f"),
+        "host us, back-to-back": _of_parts("back_to_back_us", ".0f"),
+        "GPU ms": _of_parts("ms", ".2f"),
     },
     where=lambda row: "MTRAINING_TRITON_LAUNCH=1" not in row["command"],
     newest=("gpu", "seq", "policy", "search"),
@@ -153,8 +155,8 @@ def dense_host(like: Row) -> list[Row]:
 
 
 def host_us(row: Row) -> float:
-    """Host time of a short layer's forward and backward, ahead of the GPU where that was measured."""
-    kind = "ahead_us" if "forward_ahead_us" in row else "host_us"
+    """Host time of a short layer's forward and backward, back-to-back where that was measured."""
+    kind = "back_to_back_us" if "forward_back_to_back_us" in row else "host_us"
     return row[f"forward_{kind}"] + row[f"backward_{kind}"]
 
 

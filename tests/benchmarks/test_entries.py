@@ -71,7 +71,7 @@ def of_numerics(rows: Rows) -> None:
 
 def of_short_layers(rows: Rows) -> None:
     assert [row["search"] for row in rows] == ["kernels", "graph", "dense"]
-    for what in ("host_us", "ahead_us"):
+    for what in ("host_us", "back_to_back_us"):
         positive(rows, *(f"{part}_{what}" for part in ("forward", "backward")))
         positive(rows[:2], f"search_{what}")
 
