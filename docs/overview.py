@@ -97,7 +97,7 @@ def draw_overview(figure, data: dict[str, list[dict]]) -> None:
     left.set_ylabel("held-out loss over dense training,\nboth evaluated with dense attention")
     left.set_ylim(-0.1, 3.2)
     left.yaxis.set_major_formatter("{x:g}%")
-    steps = {cell("{tokens:K}: {steps}", row): None for row in trained_at_length}
+    steps = dict.fromkeys(cell("{tokens:K}: {steps}", row) for row in trained_at_length)
     left.set_title(f"Loss after 300 steps ({', '.join(steps)}); bars: range over seeds", fontsize=9)
 
     if data["real"]:

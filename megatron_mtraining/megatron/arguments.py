@@ -159,6 +159,8 @@ def fill_in(args) -> list[str]:
 def _lines_of_switches(args) -> list[str]:
     """What the environment chooses, and whether a library for dense attention can be used."""
     given = given_switches()
+    if not given:
+        return []
     lines = [f"environment: {' '.join(f'{name}={value}' for name, value in given.items())}"]
     library = given.get("MTRAINING_DENSE", "own")
     if library != "own":
@@ -172,7 +174,7 @@ def _lines_of_switches(args) -> list[str]:
             for what, is_in_the_way in limits.items()
             if is_in_the_way
         ]
-    return lines if given else []
+    return lines
 
 
 def _checked(args) -> tuple[MTrainingConfig, str | None]:

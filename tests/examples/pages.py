@@ -109,7 +109,8 @@ def rows_of(words: list[str]) -> tuple[str, list[dict]]:
     assert rows, f"{words} name no row"
     if all("policy" in row for row in rows):
         rows = [*{row["policy"]: row for row in rows}.values()]
-    assert len(rows) == 1 or all("policy" in row for row in rows), f"{words} name {len(rows)} rows"
+    else:
+        assert len(rows) == 1, f"{words} name {len(rows)} rows"
     return file, rows
 
 
