@@ -7,7 +7,8 @@ Random operands tell a kernel's rate, but not what a setting saves: that depends
 attention is. The model reads the end of a text once, with dense attention, and the operands of some layers
 are kept (YaRN where the text is longer than the model's positions). For each setting: pattern search, forward
 and backward, beside cuDNN's dense attention and, where it is installed, FlashAttention-4's on the same
-operands. A row a layer and setting.
+operands. A row a layer and setting. Setting ``dense`` is dense attention through this package, by the kernels
+that ``MTRAINING_DENSE`` names.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from megatron_mtraining import ConfigError
 from megatron_mtraining.models.open import open_model
 from megatron_mtraining.models.types import LayerInput, ModelOptions
+from megatron_mtraining.switches import switch
 
 from ..lib import record
 from ..lib.policies_at_density import Setting
@@ -28,10 +30,13 @@ from . import texts
 from .layer_times import Layer, Shape
 
 LAYERS = (1, 5, 10, 14, 18, 22)
+DENSE: Setting = dict(policy="price", price=0.0)
 
 
 def setting_of(text: str) -> Setting:
-    """``PRICE`` or ``PRICE:THRESHOLD``, the threshold of the backward; or ``xattention@SHARE``."""
+    """``PRICE`` or ``PRICE:THRESHOLD``, the threshold of the backward; ``xattention@SHARE``; or ``dense``."""
+    if text == "dense":
+        return DENSE
     price, _, threshold = text.partition(":")
     try:
         if price.startswith("xattention@"):
@@ -39,7 +44,7 @@ def setting_of(text: str) -> Setting:
         return dict(policy="price", price=float(price), backward_threshold=float(threshold or 0))
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{text} is not PRICE, PRICE:THRESHOLD or xattention@SHARE"
+            f"{text} is not PRICE, PRICE:THRESHOLD, xattention@SHARE or dense"
         ) from None
 
 
@@ -105,7 +110,8 @@ def options_from(words: list[str] | None = None) -> argparse.Namespace:
     )
     add(
         "--settings", type=setting_of, nargs="+", default=list(SETTINGS), metavar="SETTING",
-        help="PRICE (0: a dense forward), PRICE:THRESHOLD, xattention@SHARE (0.31 0.31:3 0.62 0.62:3 0:3)",
+        help="PRICE (0: a dense forward), PRICE:THRESHOLD, xattention@SHARE, dense "
+             "(0.31 0.31:3 0.62 0.62:3 0:3)",
     )  # fmt: skip
     add("--block-size", type=int, default=128)
     options = parser.parse_args(words)
@@ -135,11 +141,13 @@ def main(words: list[str] | None = None) -> None:
         dense = layer.dense_times()
         fa4, rows = layer.fa4_times(), []
         for setting in options.settings:
-            row = dict(common, layer=number, shape=list(shape), **setting)
+            kernels = dict(policy="dense", kernels=switch("MTRAINING_DENSE") or "own")
+            named = kernels if setting is DENSE else setting
+            row = dict(common, layer=number, shape=list(shape), **named)
             rows.append(row | layer.times(setting) | dense | fa4)
             ours = sum(rows[-1][f"{part}_ms"] for part in ("search", "forward", "backward"))
             share = ours / (dense["dense_forward_ms"] + dense["dense_backward_ms"])
-            print(f"layer {number}, {setting}: {share:.3f} of cuDNN dense", flush=True)
+            print(f"layer {number}, {named}: {share:.3f} of cuDNN dense", flush=True)
         record.append(options.output, rows)
 
 

@@ -91,11 +91,12 @@ def of_patterns(rows: Rows) -> None:
 
 
 def of_real_operands(rows: Rows) -> None:
-    sparse, dense, blocks = rows
+    sparse, dense, blocks, kernels = rows
     assert blocks["block_threshold"] == 0.9 and blocks["density"] <= 1
     assert sparse["price"] == 0.31 and sparse["backward_density"] == sparse["density"] <= 1
     assert dense["density"] == 1 > dense["backward_density"] > 0
     assert dense["dense_forward_ms"] == sparse["dense_forward_ms"] > 0, "one measurement beside all"
+    assert kernels["kernels"] == "own" and kernels["density"] == 1 and "price" not in kernels
 
 
 def of_gradients(rows: Rows) -> None:
@@ -224,7 +225,7 @@ FAST = [
         "--model {model} --text {ids} --seq 384 --rows 51 --oracle-rows 64 --device cpu",
     ], of_patterns, FEWER),
     Entry("model.real_operands",
-          [f"{FROM_A_MODEL} --text-kind code --layers 1 --settings 0.31 0:3 xattention@0.9"],
+          [f"{FROM_A_MODEL} --text-kind code --layers 1 --settings 0.31 0:3 xattention@0.9 dense"],
           of_real_operands),
     Entry("model.backward",
           2 * [f"gradient {TRAINING} --forward dense --thresholds 0.000001 4"], of_gradients),
