@@ -63,7 +63,7 @@ def overview_data() -> dict[str, list[dict]]:
         "step_over_dense",
         "layer_over_dense",
     )
-    newest = last(rows("long"), *long_tables.KEY)
+    newest = last(rows("long"), *long_tables.CASE)
     long = [{name: row[name] for name in names} for row in newest if row["policy"] != "dense"]
     return dict(losses=found, real=real, long=long)
 

@@ -12,7 +12,7 @@ _OFF_OR_ON = ("0", "1")
 
 SWITCHES = {
     "MTRAINING_BACKWARD": ("auto", "one_pass", "two_kernels"),
-    "MTRAINING_DENSE": ("own", "cudnn", "flash4"),
+    "MTRAINING_DENSE": ("own", "flash4"),
     "MTRAINING_PORTABLE_KERNELS": _OFF_OR_ON,
     "MTRAINING_TRITON_LAUNCH": _OFF_OR_ON,
     "MTRAINING_SEARCH_GRAPH": _OFF_OR_ON,

@@ -158,6 +158,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "short_layer_host": lambda: (
         f"{kernel_tables.host_us(kernel_tables.shortest_host()) / 1000:.1f} ms"
     ),
+    "short_layer_dense_host": lambda: (
+        f"{kernel_tables.host_us(kernel_tables.dense_host(kernel_tables.shortest_host())[0]) / 1000:.1f} ms"
+    ),
     "worst_error": lambda: f"{kernel_tables.worst_error():.2f}",
     "ruler_agreement_samples": eval_tables.ruler_agreement_samples,
 }  # fmt: skip
@@ -215,6 +218,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "later_tokens": real_tables.later_tokens,
     "price_costs": real_tables.price_costs,
     "real_operands": real_tables.real_operands,
+    "dense_kernels": real_tables.dense_kernels,
     "real_block_lists": real_tables.block_lists,
     "ablations_by_loss": ablation_tables.by_loss,
     "ablations_by_time": ablation_tables.by_time,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .common import Column, Row, Table, cell, filled, rows
+from .common import Column, Row, Table, cell, filled, rows, values
 from .frontier_tables import by_text
 
 WAYS = {"dense": "dense", "target": "--mtraining-target-recall", "schedule": "--mtraining-schedule"}
@@ -40,7 +40,7 @@ def right(row: Row, name: str, samples: str) -> str:
 
 
 ORDER = {name: at for at, name in enumerate(WAYS)}
-KEY = ("model", "tokens", "gpus", "policy")
+CASE = ("model", "tokens", "policy")
 REST = {
     "trained with": options,
     "density": "{density:share}",
@@ -66,15 +66,23 @@ LONG = {
 
 
 def order(row: Row) -> tuple:
-    return row["tokens"], row["model"], ORDER[row["policy"].partition("@")[0]], row["density"]
+    return (
+        row["tokens"],
+        row["gpus"],
+        row["model"],
+        ORDER[row["policy"].partition("@")[0]],
+        row["density"],
+    )
 
 
-def at_length(columns: dict, where: Callable[[Row], bool] = lambda row: True) -> Table:
-    return Table("long", columns, newest=KEY, order=order, where=where)
-
-
-short = at_length(SHORT, where=lambda row: not row["policy"].startswith("schedule"))
-whole = at_length(LONG)
+short = Table(
+    "long",
+    SHORT,
+    where=lambda row: not row["policy"].startswith("schedule"),
+    newest=CASE,
+    order=order,
+)
+whole = Table("long", LONG, newest=(*CASE, "gpus"), order=order)
 
 
 def one(policy: str, tokens: int = 131072) -> Row:
@@ -102,6 +110,29 @@ def _figures(name: str, policy: str, tokens: int = 131072) -> dict[str, Callable
     return {f"long_{name}_{figure}": of(text) for figure, text in found.items()}
 
 
+def _last_attention(run: Row) -> str:
+    """How many times as fast as dense attention a run attends in its last step, which is traced."""
+
+    def attention(policy: str) -> float:
+        schedule = policy.partition("@")[2] or None
+        return [
+            row["breakdown"]["attention"]
+            for row in rows("pretrain")
+            if row["commit"] == run["commit"]
+            and (row["seq"], row["world"], row["schedule"])
+            == (*values(run, "tokens", "gpus"), schedule)
+            and (row["attention"] == "fused") is (policy == "dense")
+        ][-1]
+
+    return times(attention(run["policy"]) / attention("dense"))
+
+
+def _own_over_dense(run: Row) -> str:
+    """Loss of a run evaluated with its own attention over its loss evaluated dense."""
+    own, dense = 1 + run["own_loss_over_dense"], 1 + run["dense_loss_over_dense"]
+    return cell("{x:over}", x=own / dense - 1)
+
+
 def _before(name: str, samples: str) -> str:
     """Right answers of the model before training."""
     row = one("dense")
@@ -114,10 +145,14 @@ def _before(name: str, samples: str) -> str:
 FIGURES = {
     **_figures("target", "target@0.95"),
     **_figures("anneal", "schedule@anneal"),
+    **_figures("512k_anneal", "schedule@anneal", 524288),
+    "long_512k_anneal_last": lambda: _last_attention(one("schedule@anneal", 524288)),
     **_figures("256k", "target@0.95", 262144),
     **_figures("512k", "target@0.95", 524288),
     "long_steps": lambda: str(one("dense")["steps"]),
     "long_gpus": lambda: cell("{gpus} {gpu:gpu}", one("dense")),
+    "long_512k_gpus": lambda: cell("{gpus} {gpu:gpu}", one("dense", 524288)),
+    "long_512k_anneal_over_own": lambda: _own_over_dense(one("schedule@anneal", 524288)),
     "long_dense_needle": lambda: right(one("dense"), "needle", "needles"),
     "long_dense_ruler": lambda: right(one("dense"), "ruler", "ruler_samples"),
     "long_before_needle": lambda: _before("needle", "needles"),

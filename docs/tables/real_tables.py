@@ -106,6 +106,31 @@ block_lists = Table(
 """Policy xattention."""
 
 
+def _dense(found: list[Row]) -> list[Row]:
+    """The newest row of each layer, by text, length and kernels."""
+    of_case = ("gpu", "model", "text", "seq", "kernels")
+    groups = grouped(last(found, *of_case, "layer"), lambda row: values(row, *of_case))
+    return [dict(some[0], used=some) for some in groups.values()]
+
+
+KERNELS = {"own": "this package", "cudnn": "cuDNN, through this package (an option that went)"}
+dense_kernels = Table(
+    "real_operands",
+    {
+        "text, tokens": "{text}, {seq:K}",
+        "kernels": lambda row: KERNELS.get(row["kernels"], row["kernels"]),
+        "layers": lambda row: len(row["used"]),
+        "forward, ms": _sum("forward"),
+        "backward, ms": _sum("backward"),
+        "time / cuDNN dense": lambda row: _time(row["used"]),
+    },
+    where=lambda row: row.get("policy") == "dense",
+    find=_dense,
+    order=lambda row: (row["seq"], row["kernels"]),
+)
+"""Dense attention through this package."""
+
+
 def xattention_over(dense: str, seq: int) -> tuple[float, list[Row]]:
     """Time of policy xattention over dense attention (``dense``, cuDNN's, or ``fa4``) on code, and its
     layers."""

@@ -287,7 +287,7 @@ def _at_end(name: str, how: str) -> Callable[[Row], str]:
 sequences = Table(
     "sequences",
     {
-        "tokens": "{length:K}",
+        "tokens, GPUs": "{length:K}, {gpus}",
         "attention": lambda row: (
             "dense, PyTorch" if row["setting"] == "dense" else row["setting"].replace("_", " ")
         ),
@@ -301,6 +301,7 @@ sequences = Table(
     },
     where=lambda row: row["model"] == "coder.gguf",
     newest=("length", "setting", "gpus", "gpu"),
+    order=lambda row: (row["length"], row["gpus"], row["setting"]),
 )
 """Sequences that GPUs share, in transformers."""
 

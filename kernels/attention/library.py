@@ -39,33 +39,22 @@ class Library(NamedTuple):
 def library_for(index: PatternOperand, *operands: Tensor) -> Library | None:
     """The library whose kernels take these operands, query, key and value; None for this package's own.
 
-    ``MTRAINING_DENSE`` in the environment chooses: ``cudnn`` (through PyTorch), ``flash4`` (FlashAttention-4,
-    package flash-attn-4), or ``own``, the default. Never under ``torch.use_deterministic_algorithms(True)``.
+    ``MTRAINING_DENSE`` in the environment chooses: ``flash4`` (FlashAttention-4, package flash-attn-4), or
+    ``own``, the default. Never under ``torch.use_deterministic_algorithms(True)``.
 
     Raises:
         ConfigError: another value of ``MTRAINING_DENSE``, or the library that it names is not installed.
     """
-    wanted = switch("MTRAINING_DENSE") or "own"
     query = operands[0]
     if (
-        wanted == "own"
+        (switch("MTRAINING_DENSE") or "own") == "own"
         or not (index.is_dense and index.world == 1 and query.is_cuda)
         or query.element_size() != 2
         or query.shape[-1] > LIBRARY_HEAD_DIM
         or torch.are_deterministic_algorithms_enabled()
     ):
         return None
-    if wanted == "cudnn":
-        return CUDNN if _cudnn_takes(*operands) else None
     return FLASH4 if _flash4_runs(query.device) else None
-
-
-def _cudnn_takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
-
-    given = [_heads_first(each) for each in (query, key, value)]
-    is_gqa = key.shape[2] != query.shape[2]
-    return can_use_cudnn_attention(SDPAParams(*given, None, 0.0, True, is_gqa))
 
 
 @functools.cache
@@ -74,44 +63,7 @@ def _flash4_runs(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-# Layouts: torch's is [b, h, s, d], FlashAttention's [b, s, h, d].
-
-
-def _heads_first(tensor: Tensor) -> Tensor:
-    return tensor.permute(1, 2, 0, 3)
-
-
-def _tokens_first(tensor: Tensor) -> Tensor:
-    return tensor.permute(2, 0, 1, 3)
-
-
-def _cudnn_forward(
-    query: Tensor, key: Tensor, value: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        *map(_heads_first, (query, key, value)), None, True, 0.0, True, scale=scale
-    )
-    return _tokens_first(out).contiguous(), lse.view(lse.shape[:3])
-
-
-def _cudnn_backward(grad_out, query, key, value, out, lse, scale: float):
-    heads_first = map(_heads_first, (grad_out, query, key, value, out))
-    # Without dropout its seed and offset are not read.
-    none = torch.zeros(2, dtype=torch.int64, device=query.device).unbind()
-    found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        *heads_first,
-        lse[..., None],
-        *none,
-        None,
-        None,
-        None,
-        len(query),
-        len(key),
-        0.0,
-        True,
-        scale=scale,
-    )
-    return tuple(map(_tokens_first, found))
+# FlashAttention has [b, s, h, d].
 
 
 def _flash4_forward(
@@ -130,5 +82,4 @@ def _flash4_backward(grad_out, query, key, value, out, lse, scale: float):
     return tuple(each.transpose(0, 1) for each in found[:3])
 
 
-CUDNN = Library("cuDNN", _cudnn_forward, _cudnn_backward)
 FLASH4 = Library("FlashAttention-4", _flash4_forward, _flash4_backward)

@@ -3,7 +3,7 @@
 
 - where it is taken: one rank, all pairs, nothing that the library does not know
 - results through the public entry, against attention in float64: on CPUs PyTorch's kernel stands in
-- on a GPU, each library that is installed, and this package's backward after a library's forward
+- on a GPU, FlashAttention-4, if it is installed, and this package's backward after a library's forward
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.support.attention_cases import (
 
 pytestmark = pytest.mark.usefixtures("fresh_inputs")
 
-LIBRARIES = ("cudnn", "flash4")
+HEADS_FIRST, TOKENS_FIRST = (1, 2, 0, 3), (2, 0, 1, 3)
 SHAPES = [(256, 1, 4, 2, 64), (300, 2, 3, 1, 64), (129, 1, 2, 2, 96)]
 
 
@@ -37,18 +37,18 @@ def cpu_forward(query, key, value, scale):
     group = query.shape[2] // key.shape[2]
     operands = [query, *(each.repeat_interleave(group, 2) for each in (key, value))]
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *map(library._heads_first, operands), 0.0, True, scale=scale
+        *(each.permute(HEADS_FIRST) for each in operands), 0.0, True, scale=scale
     )
-    return library._tokens_first(out).contiguous(), lse
+    return out.permute(TOKENS_FIRST).contiguous(), lse
 
 
 def cpu_backward(grad_out, query, key, value, out, lse, scale):
     kv_heads, group = key.shape[2], query.shape[2] // key.shape[2]
     operands = [grad_out, query, *(each.repeat_interleave(group, 2) for each in (key, value)), out]
     found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *map(library._heads_first, operands), lse, 0.0, True, scale=scale
+        *(each.permute(HEADS_FIRST) for each in operands), lse, 0.0, True, scale=scale
     )
-    dq, *dkv = map(library._tokens_first, found)
+    dq, *dkv = (each.permute(TOKENS_FIRST) for each in found)
     return dq, *(each.unflatten(2, (kv_heads, group)).sum(3) for each in dkv)
 
 
@@ -106,11 +106,11 @@ def test_not_with_softmax_offsets(taken):
 def test_environment_chooses(monkeypatch):
     operands = random_operands(128, 1, 2, 1, 64, torch.bfloat16, "cpu")[:3]
     index = full_index(1, 2, 128, 64, 1, 1, "cpu")
-    for value in ("own", "cudnn", "flash4"):
+    for value in ("own", "flash4"):
         monkeypatch.setenv("MTRAINING_DENSE", value)
         assert kernels.library_for(index, *operands) is None, "these are on the CPU"
     monkeypatch.setenv("MTRAINING_DENSE", "fast")
-    with pytest.raises(ConfigError, match="MTRAINING_DENSE is 'fast'.*own, cudnn or flash4"):
+    with pytest.raises(ConfigError, match="MTRAINING_DENSE is 'fast'.*own or flash4"):
         kernels.library_for(index, *operands)
 
 
@@ -121,15 +121,13 @@ def test_a_library_that_is_not_installed_is_named(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", LIBRARIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "shape", [(1024, 1, 14, 2, 64), (1000, 2, 4, 4, 128), (777, 1, 8, 1, 128), (512, 1, 4, 2, 96)]
 )
-def test_libraries(monkeypatch, name, dtype, shape):
-    if name == "flash4":
-        pytest.importorskip("flash_attn.cute")
-    monkeypatch.setenv("MTRAINING_DENSE", name)
+def test_flash_attention(monkeypatch, dtype, shape):
+    pytest.importorskip("flash_attn.cute")
+    monkeypatch.setenv("MTRAINING_DENSE", "flash4")
     operands = random_operands(*shape, dtype, "cuda")
     index = full_index(shape[1], shape[2], shape[0], 64, 1, 1, "cuda")
     assert kernels.library_for(index, *operands[:3]) is not None
@@ -143,9 +141,8 @@ def test_libraries(monkeypatch, name, dtype, shape):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", LIBRARIES)
-def test_not_under_deterministic_algorithms(monkeypatch, deterministic, name):
-    monkeypatch.setenv("MTRAINING_DENSE", name)
+def test_not_under_deterministic_algorithms(monkeypatch, deterministic):
+    monkeypatch.setenv("MTRAINING_DENSE", "flash4")
     operands = random_operands(256, 1, 2, 1, 64, torch.bfloat16, "cuda")[:3]
     index = full_index(1, 2, 256, 64, 1, 1, "cuda")
     assert kernels.library_for(index, *operands) is None
