@@ -41,7 +41,7 @@ def open_tokenizer(path: Path, extra: str = "inspect") -> Tokenizer:
     Raises:
         ConfigError: it does not exist or cannot be read, or a package is missing.
     """
-    if path.suffix != ".model" or not path.exists():
+    if path.suffix != ".model" or not path.is_file():
         return of_transformers(open_transformers_tokenizer(path, extra, KINDS))
     require("sentencepiece", extra=extra)
     try:
@@ -61,7 +61,7 @@ def open_transformers_tokenizer(
     """
     if not path.exists():
         raise ConfigError(f"--tokenizer is {path}, which does not exist: give {kinds}")
-    gguf = path.suffix == ".gguf"
+    gguf = path.suffix == ".gguf" and path.is_file()
     if not (gguf or path.is_dir() or path.name in ("tokenizer.json", "tokenizer_config.json")):
         raise ConfigError(f"--tokenizer is {path}: give {kinds}")
     require("transformers", *(["gguf"] if gguf else []), extra=extra)

@@ -22,8 +22,10 @@ def sentencepiece_model(path: Path) -> Path:
     return path
 
 
-def test_a_folder_and_its_files_are_the_same_tokenizer(tmp_path):
+@pytest.mark.parametrize("name", ["model", "model.gguf"])
+def test_a_folder_and_its_files_are_the_same_tokenizer(name, tmp_path):
     pytest.importorskip("transformers")
+    tmp_path /= name
     expected = byte_tokenizer()
     expected.add_special_tokens({"eos_token": "<end>"})
     expected.save_pretrained(tmp_path)
