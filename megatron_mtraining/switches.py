@@ -18,6 +18,8 @@ SWITCHES = {
     "MTRAINING_SEARCH_GRAPH": _OFF_OR_ON,
 }
 """The values that each can have."""
+OTHERS = ("MTRAINING_COMMIT", "MTRAINING_TEST_")
+"""How the names of variables begin that this package's own benchmarks and tests have."""
 
 
 def switch(name: str) -> str | None:
@@ -42,3 +44,9 @@ def given_switches() -> dict[str, str]:
         ConfigError: one has another value than :data:`SWITCHES` has.
     """
     return {name: value for name in SWITCHES if (value := switch(name)) is not None}
+
+
+def unknown_switches() -> list[str]:
+    """Variables that are set and begin as these do, but are none: misspelled ones."""
+    ours = [name for name in os.environ if name.startswith("MTRAINING_")]
+    return sorted(name for name in ours if name not in SWITCHES and not name.startswith(OTHERS))

@@ -131,6 +131,10 @@ def _from_yaml(text: str, name: str):
         return yaml.load(text, Loader)  # noqa: S506 - a SafeLoader
     except yaml.YAMLError as error:
         raise ConfigError(f"{name} is not valid YAML: {_yaml_problem(error)}") from None
+    except (KeyError, AttributeError, TypeError):  # PyYAML's, of values under a tag such as !!bool
+        raise ConfigError(
+            f"{name} is not valid YAML: a value is not of the type that its tag (!!) says"
+        ) from None
 
 
 def _yaml_problem(error) -> str:

@@ -55,16 +55,16 @@ def check_settings_file(
     """Raise :class:`ConfigError` if the settings file of a run does not fit the model.
 
     Args:
-        layers: those that have attention; None for all.
+        layers: those that have attention without a sliding window; None for all.
     """
     if config.settings is None:
         return
     for layer in _policies(config, num_layers, num_heads):
         if layers is not None and layer not in layers:
             raise ConfigError(
-                f"{shown(config.settings)} has settings of layer {layer}, which has no attention: layers are "
-                f"numbered from 0 over all kinds of layers, and those with attention are "
-                f"{', '.join(map(str, layers))}"
+                f"{shown(config.settings)} has settings of layer {layer}, which has no attention, or a "
+                "sliding window: layers are numbered from 0 over all kinds of layers, and those with a "
+                f"pattern are {', '.join(map(str, layers))}"
             )
 
 

@@ -20,7 +20,7 @@ from ..config import (
 )
 from ..kernels.limits import LIBRARY_HEAD_DIM
 from ..ring.pruning import check_entries
-from ..switches import given_switches
+from ..switches import SWITCHES, given_switches, unknown_switches
 from .backend import is_active, training_arguments
 from .balance.options import check_balance, lines_of_balance
 from .checks import check_settings, inner_group_size, warning_of_loss
@@ -29,6 +29,7 @@ from .layer_pattern import layers_with_attention
 from .loss_options import check_loss, why_not
 from .options import FILLED_IN, add_arguments, attribute, config_from_args
 from .rotary_options import check_rotary_options
+from .windows import check_window_layers, has_window
 from .wrapping import EndOfRun, log, log_replaced
 
 PER_POLICY = ("policy", *(each.name for each in OPTIONS if each.policies))
@@ -139,6 +140,11 @@ def fill_in(args) -> list[str]:
     lines = [f"settings: {given}", *_lines_of_switches(args)]
     ahead = lookahead_warning(config, getattr(args, "num_layers", None), args.num_attention_heads)
     lines += [f"warning: {each}" for each in (warning, ahead, warning_of_loss(args)) if each]
+    if config.recompute_attention and getattr(args, "recompute_granularity", None) is None:
+        lines.append(
+            f"warning: {option('recompute_attention')} has no effect, as nothing is recomputed: give "
+            "--recompute-granularity, or leave it out"
+        )
     lines += fill_in_documents(args)
     lines += lines_of_balance(args, config)
     chunked = config.loss_chunk != 0 and why_not(args, command_line=True) is None
@@ -159,9 +165,13 @@ def fill_in(args) -> list[str]:
 def _lines_of_switches(args) -> list[str]:
     """What the environment chooses, and whether a library for dense attention can be used."""
     given = given_switches()
+    lines = [
+        f"warning: {name} in the environment is not one of {', '.join(SWITCHES)}, and is not used"
+        for name in unknown_switches()
+    ]
     if not given:
-        return []
-    lines = [f"environment: {' '.join(f'{name}={value}' for name, value in given.items())}"]
+        return lines
+    lines += [f"environment: {' '.join(f'{name}={value}' for name, value in given.items())}"]
     library = given.get("MTRAINING_DENSE", "own")
     if library != "own":
         limits = {
@@ -188,7 +198,7 @@ def _checked(args) -> tuple[MTrainingConfig, str | None]:
         length_of(args)  # a plan of memory has none
     seq_length = args.seq_length or getattr(args, "encoder_seq_length", None)
     layers, heads = getattr(args, "num_layers", None), args.num_attention_heads
-    check_settings_file(config, layers, heads, layers_with_attention(args) if layers else None)
+    check_settings_file(config, layers, heads, _layers_with_pattern(args) if layers else None)
     size = args.context_parallel_size
     inner = inner_group_size(args, size, config.gathered_ranks, command_line=True)
     if seq_length is not None:
@@ -201,6 +211,22 @@ def _checked(args) -> tuple[MTrainingConfig, str | None]:
             check_entries(own, batch, seq_length // size, config.block_size, size, inner)
         check_balance(args, config)
     return config, warning
+
+
+def _layers_with_pattern(args) -> list[int]:
+    """Numbers, from 0, of the layers of attention without a sliding window.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    check_window_layers(args, command_line=True)
+    found = [layer for layer in layers_with_attention(args) if not has_window(args, layer)]
+    if not found:
+        raise ConfigError(
+            f"--window-size is {args.window_size}, and all layers of attention have this window, so that "
+            "none has a pattern: give --window-attn-skip-freq, or use another attention backend"
+        )
+    return found
 
 
 def _check_settings_alone(args) -> None:

@@ -102,6 +102,12 @@ REFUSALS = (
         "give the number of keys before the query (-1 for all), and 0 for those after it",
     ),
     Refusal(
+        "decoder_seq_length",
+        unset,
+        "pipeline stages would send each other tensors of this length, and sequences have --seq-length",
+        LEAVE_OUT,
+    ),
+    Refusal(
         "position_embedding_type",
         lambda value: value not in ("mrope", "relative"),
         "only position embeddings that can be striped over ranks are supported",

@@ -189,7 +189,8 @@ class Steering:
         if copies > 1:
             lost, weight = lost / copies, weight / copies
         if self._seen is None:
-            self._seen = torch.zeros(2, *self._shape, device=lost.device)
+            with torch.inference_mode(False):  # the step may have other calls
+                self._seen = torch.zeros(2, *self._shape, device=lost.device)
         if self._heads:
             heads = slice(first, first + lost.shape[1])
             self._seen[0, layer, heads] += lost.sum(0)

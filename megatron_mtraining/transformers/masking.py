@@ -42,12 +42,18 @@ class PatternMask:
     Args:
         given: keyword arguments of the model's forward. Those of :data:`CARRIERS` are read.
         parallel: the ranks whose tokens ``given`` is of, if the model has a part of them; None if all.
+        has_linear: whether the model has layers of linear attention, which know packed sequences by
+            ``cu_seq_lens_q`` alone.
     """
 
     CARRIERS = ("attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 
-    def __init__(self, given: dict, parallel: SequenceParallel | None = None):
-        self.parallel = parallel
+    def __init__(
+        self, given: dict, parallel: SequenceParallel | None = None, has_linear: bool = False
+    ):
+        self.parallel, self._has_linear = parallel, has_linear
+        names = ("past_key_values", "cache")  # in older and newer versions of transformers
+        self._has_cache = any(given.get(name) is not None for name in names)
         self.given = {name: given[name] for name in self.CARRIERS if given.get(name) is not None}
         self._parts: list[list[Part]] = []
         self._sequences: list[Tensor | None] = []  # the result of _starts, with the parts
@@ -147,6 +153,11 @@ class PatternMask:
             mask = self._of_tokens("attention_mask", batch, length)
             spans, is_numbered = token_spans(mask)
             numbers = mask if is_numbered else None
+            if is_numbered and self._has_cache:
+                raise ConfigError(
+                    "the attention_mask counts packed sequences, and there is a KV cache, as in generate, "
+                    "which takes these numbers for positions: give 1 for tokens and 0 for padding"
+                )
         starts = self._starts(spans, numbers, batch, length, device)
         self._sequences.append(starts)
         if self.parallel is not None and self.parallel.ring is not None:
@@ -244,6 +255,13 @@ class PatternMask:
             del found["position_ids"]
         if not found:
             return None
+        name = next(iter(found))
+        if self._has_linear and "cu_seq_lens_q" not in found and bool(found[name].any()):
+            raise ConfigError(
+                f"{name} has packed sequences, which the model's layers of linear attention know by "
+                "cu_seq_lens_q alone: give it too (DataCollatorWithFlattening(return_flash_attn_kwargs="
+                "True)), or do not pack"
+            )
         first, *others = found
         for name in others:
             differs = found[name] != found[first]
@@ -312,6 +330,19 @@ class CacheMask(NamedTuple):
 
     mask: Tensor | None
     """The mask for transformers' ``sdpa``: bool ``[b, 1, s, skv]``, or None."""
+
+
+def zeros_and_ones(mask: Tensor) -> Tensor:
+    """A mask for all but attention, which take the numbers of packed sequences for factors and positions.
+
+    Raises:
+        ConfigError: no tensor.
+    """
+    if not isinstance(mask, Tensor):
+        raise ConfigError(
+            f"attention_mask is a {type(mask).__name__}: attention mtraining takes a two-dimensional tensor"
+        )
+    return mask if mask.is_floating_point() else mask.bool().to(mask.dtype)
 
 
 def token_spans(mask: Tensor) -> tuple[list[tuple[int, int]] | None, bool]:

@@ -157,9 +157,25 @@ class PatternState:
         heads = slice(0, self.shape[1]) if parallel is None else parallel.heads
         return self.steering.price(device, layer, heads.start, heads.stop - heads.start)
 
-    def begin_forward(self, body: nn.Module) -> None:
-        """Before a forward of the model's body that trains. If an optimizer of its parameters has stepped
-        since the last one, a step has ended: :meth:`advance`.
+    def settle(self, body: nn.Module, all_ranks: bool) -> None:
+        """Before a forward of the model's body. If an optimizer of its parameters has stepped since the last
+        forward with gradients, a step has ended: :meth:`advance`.
+
+        Args:
+            all_ranks: whether all processes have such a forward, as in training. Otherwise what needs a
+                collective is left to the next that all have.
+        """
+        steps = _STEPS.copy()  # does not keep optimizers alive
+        if not self._forwards or steps == self._steps_before:
+            return
+        if self.steering.moves and not all_ranks and RankGroup.everyone().world > 1:
+            return
+        stepped = [each for each in steps if steps[each] != self._steps_before.get(each, 0)]
+        if _have_parameters(stepped, body) or not _have_parameters(list(steps), body):
+            self.advance()
+
+    def begin_forward(self) -> None:
+        """Before a forward of the model's body with gradients, after :meth:`settle`.
 
         Raises:
             ConfigError: there is a schedule, and nothing says how many steps it is over.
@@ -169,13 +185,8 @@ class PatternState:
                 f"{option('schedule')} is given, but nothing says how many steps it is over: train by "
                 "Trainer, or call configure(model, config, num_steps=...)"
             )
-        steps = _STEPS.copy()  # does not keep optimizers alive
-        if self._forwards and steps != self._steps_before:
-            stepped = [each for each in steps if steps[each] != self._steps_before.get(each, 0)]
-            if _have_parameters(stepped, body) or not _have_parameters(list(steps), body):
-                self.advance()
         if not self._forwards:
-            self._steps_before = steps
+            self._steps_before = _STEPS.copy()
         self._forwards += 1
         if self._forwards == MANY_FORWARDS and self.steering.changes:
             warnings.warn(
@@ -188,7 +199,8 @@ class PatternState:
         """End a training step: a schedule goes on, and a target recall moves the prices. Then a collective
         over all processes."""
         self._forwards = 0
-        self.steering.advance(self.steering.step + 1, RankGroup.everyone())
+        with torch.inference_mode(False):  # prices outlive the forward that ends the step
+            self.steering.advance(self.steering.step + 1, RankGroup.everyone())
 
     def observe(
         self,
@@ -317,6 +329,7 @@ def take_backward_means(model: nn.Module) -> BackwardMeans:
 
 def advance(model: nn.Module) -> None:
     """End a training step now: a target recall moves the prices. With a target and several processes, this is
-    a collective over all processes. Without this call, the next training forward after a step of an optimizer
-    of ``torch.optim`` ends the step, and ``Trainer`` does so itself."""
+    a collective over all processes. Without this call, the next forward in training mode after a step of an
+    optimizer of ``torch.optim`` ends the step (without a collective, one in evaluation mode, too), and
+    ``Trainer`` does so itself. Call it before you save the prices, or their last step is not in them."""
     state_of(model).advance()

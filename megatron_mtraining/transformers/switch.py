@@ -15,9 +15,9 @@ from ..config import MEGATRON_ONLY, ConfigError, MTrainingConfig, lookahead_warn
 from ..cp_group import ProcessGroup
 from ..kernels.limits import HEAD_DIMS
 from ..requirements import require
-from .checkpointing import keep_results
+from .checkpointing import is_second_run, keep_results
 from .interface import NAME, attention, is_in_use, mask
-from .masking import PatternMask, under_way
+from .masking import PatternMask, under_way, zeros_and_ones
 from .sequence import check_model
 from .state import ATTRIBUTE, PatternState, find_state
 from .trainers import is_trainer, share_sequences
@@ -220,9 +220,9 @@ def _attach(
     return state
 
 
-def _before_forward(body: nn.Module, args: tuple, kwargs: dict) -> None:
+def _before_forward(body: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
     """Before the forward of a model's body: keep what says where tokens and sequences are, of which
-    transformers tells a mask function only a part."""
+    transformers tells a mask function only a part. Returns other arguments for it, or None."""
     state: PatternState = getattr(body, ATTRIBUTE)
     is_ours = body.config._attn_implementation == NAME
     if is_ours and not state.is_placed:  # from_pretrained places a model only after it has made it
@@ -230,8 +230,12 @@ def _before_forward(body: nn.Module, args: tuple, kwargs: dict) -> None:
         state.is_placed = True
     names = inspect.signature(body.forward).parameters
     given = {**dict(zip(names, args)), **kwargs}
+    if is_ours and not is_second_run():
+        state.settle(body, all_ranks=body.training)
     trains = body.training and torch.is_grad_enabled()
-    parallel = state.parallel if is_ours else None
+    parallel, passed = state.parallel if is_ours else None, None
+    if is_ours and (given_mask := given.get("attention_mask")) is not None:
+        passed = _with_mask(args, kwargs, [*names], zeros_and_ones(given_mask))
     # Others than in training are of whole sequences, such as prompts, unless they say that they are not.
     if parallel is not None and not trains:
         is_part = parallel.evaluates and given.get("use_cache") is False
@@ -239,9 +243,20 @@ def _before_forward(body: nn.Module, args: tuple, kwargs: dict) -> None:
     if parallel is not None:
         given = parallel.whole(given, state.agreed())
     if is_ours and trains:
-        state.begin_forward(body)
+        state.begin_forward()
         keep_results(body, not state.config.recompute_attention)
-    under_way.set(PatternMask(given, parallel))
+    under_way.set(PatternMask(given, parallel, bool(_layers_of(body.config, RECURRENT))))
+    return passed
+
+
+def _with_mask(
+    args: tuple, kwargs: dict, names: list[str], mask: torch.Tensor
+) -> tuple[tuple, dict]:
+    """Arguments of a forward with another ``attention_mask``."""
+    if "attention_mask" in kwargs:
+        return args, kwargs | dict(attention_mask=mask)
+    at = names.index("attention_mask")
+    return (*args[:at], mask, *args[at + 1 :]), kwargs
 
 
 def _after_forward(body: nn.Module, args: tuple, output) -> None:

@@ -88,6 +88,8 @@ def test_yaml(tmp_path):
         ("1: {dense: true}\n  1: {price: 2}", "has 1 twice in one object"),
         ("0: {vertical_cap: 010}", "has 010 in line 2, which YAML does not read"),
         ("0: {price: 1:30}", "has 1:30 in line 2, which YAML does not read"),
+        ("0: {price: !!bool x}", "is not valid YAML: a value is not of the type"),
+        ("0: {price: !!timestamp x}", "is not valid YAML: a value is not of the type"),
         ("0: !!python/object/apply:os.system ['false']", "is not valid YAML"),
     ],
 )

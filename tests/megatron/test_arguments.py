@@ -159,6 +159,9 @@ def test_the_log_names_what_the_environment_chooses(monkeypatch):
     monkeypatch.setenv("MTRAINING_SEARCH_GRAPH", "0")
     _, environment = check(parse(context_parallel_size=1))
     assert environment == "environment: MTRAINING_DENSE=flash4 MTRAINING_SEARCH_GRAPH=0"
+    monkeypatch.setenv("MTRAINING_DENSES", "flash4")
+    assert "MTRAINING_DENSES in the environment is not one of" in check(parse())[1]
+    monkeypatch.delenv("MTRAINING_DENSES")
     others = dict(context_parallel_size=2, deterministic_mode=True, kv_channels=256)
     _, _, *warnings = check(parse(**others))
     assert [line.partition(", ")[0] for line in warnings] == [

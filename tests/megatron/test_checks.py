@@ -18,6 +18,7 @@ REFUSED = {
     "experimental_attention_variant": "dsa",
     "use_kitchen_attention": True,
     "window_size": (128, 128),
+    "decoder_seq_length": 256,
     "position_embedding_type": "mrope",
     "rl_use_sequence_packing": True,
     "sequence_packing_scheduler": "dp_balanced",

@@ -16,6 +16,7 @@ from megatron_mtraining.megatron.density import take_density
 from megatron_mtraining.megatron.layer_kinds import window_layers, window_of
 from megatron_mtraining.megatron.packed_documents import packed_seq_params_of
 from megatron_mtraining.megatron.run_state import RUN
+from megatron_mtraining.megatron.windows import has_window
 from megatron_mtraining.visibility import VisibleRanges
 from tests.support.gpt_models import start
 from tests.support.megatron_cases import BATCH, HEADS, SEQUENCE, make, make_config, operands
@@ -39,6 +40,7 @@ def test_which_layers_have_a_window(size, frequency, expected):
     config = make_config(num_layers=4, window_size=size, window_attn_skip_freq=frequency)
     assert [window_of(config, number) for number in range(1, 5)] == expected
     assert window_layers(config) == [i for i, window in enumerate(expected) if window]
+    assert [layer for layer in range(4) if has_window(config, layer)] == window_layers(config)
 
 
 def windowed(query, key, value, window, lengths):

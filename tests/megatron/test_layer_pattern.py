@@ -90,6 +90,21 @@ def test_operations_are_those_of_layers_with_attention(monkeypatch):
     assert count(args, 3) == pytest.approx(10**15 - saved)
 
 
+def test_settings_of_layers_with_a_window_are_refused(tmp_path):
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps({"layers": {"1": {"price": 0.5}}}))
+    given = dict(window_size=(128, 0), num_layers=4, mtraining_settings=str(path))
+    check(parse(window_attn_skip_freq=[1, 0, 1, 0], **given))
+    with pytest.raises(ArgumentsError, match="layer 1, which has .*window.*a pattern are 0, 2"):
+        check(parse(window_attn_skip_freq=[0, 1, 0, 1], **given))
+    del given["mtraining_settings"]
+    for frequency in (None, [1, 1, 1, 1]):
+        with pytest.raises(
+            ArgumentsError, match=r"--window-size is \(128, 0\).*none has a pattern"
+        ):
+            check(parse(window_attn_skip_freq=frequency, **given))
+
+
 @pytest.mark.skipif(not is_from(HYBRID), reason="no HybridModel")
 def test_a_settings_file_names_layers_with_attention(tmp_path):
     path = tmp_path / "settings.json"
@@ -97,5 +112,5 @@ def test_a_settings_file_names_layers_with_attention(tmp_path):
     path.write_text(json.dumps({"layers": {"2": {"price": 0.5}}}))
     check(parse(**given))
     path.write_text(json.dumps({"layers": {"0": {"price": 0.5}, "3": {"price": 0.5}}}))
-    with pytest.raises(ArgumentsError, match="layer 3, which has no attention.*attention are 0, 2"):
+    with pytest.raises(ArgumentsError, match="layer 3, which has no attention.*a pattern are 0, 2"):
         check(parse(**given))

@@ -428,13 +428,32 @@ def test_steps_of_an_optimizer_move_the_prices(tokens):
                 optimizer.step()
             if calls:
                 advance(ours)
-        with torch.no_grad():  # trains nothing
+        with (
+            torch.no_grad()
+        ):  # as for old log-probabilities, or the first run of a checkpointed model
             ours(tokens[:1], use_cache=False)
-        assert state_of(ours).steering.step == 1 + calls
-        ours(tokens[:1], use_cache=False)
         assert state_of(ours).steering.step == 2
         found.append(torch.tensor(state_of(ours).steering.state()))
     assert (found[0] > 0.25).all()
+
+
+def test_forwards_without_gradients_have_the_price_of_their_step(tokens):
+    """The step that an optimizer has ended is over for all of them, whatever their mode."""
+    config = MTrainingConfig.from_options(target_recall=0.5, block_size=64, window=64)
+    ours, tokens = with_pattern(small_model(num_hidden_layers=1), config), tokens[:1, :256]
+    optimizer = torch.optim.SGD(ours.parameters(), lr=1e-3)
+    with torch.inference_mode():
+        ours(tokens, use_cache=False)
+    for step in (1, 2):
+        ours(tokens, labels=tokens, use_cache=False).loss.backward()
+        optimizer.step()
+        ours.train(step == 1)
+        with torch.no_grad() if step == 1 else torch.inference_mode():
+            before = ours(tokens, use_cache=False).logits
+        assert state_of(ours).steering.step == step
+        ours.train()
+        torch.testing.assert_close(ours(tokens, use_cache=False).logits, before)
+        assert state_of(ours).steering.step == step
 
 
 def test_optimizers_of_other_models_move_no_prices(tokens):

@@ -86,6 +86,25 @@ def test_padding_and_packing(kind, batch):
     torch.testing.assert_close(found, torch.cat(alone, 1), rtol=1e-3, atol=1e-4)
 
 
+def test_numbers_of_packed_sequences_are_for_attention_alone(batch):
+    """Other layers would take them for factors."""
+    model = with_pattern(model_of("Qwen3-Next"), DENSE)
+    ones = torch.ones_like(batch["input_ids"])
+    with torch.no_grad():
+        first = model(**batch, attention_mask=ones, use_cache=False).logits
+        twos = model(**batch, attention_mask=2 * ones, use_cache=False).logits
+    torch.testing.assert_close(first, twos)
+    ones[:, 100:] = 2
+    for packed in (dict(attention_mask=ones), dict(position_ids=torch.arange(SEQ)[None] % 150)):
+        with pytest.raises(ConfigError, match="layers of linear attention know by cu_seq_lens_q"):
+            model(**batch, **packed, use_cache=False)
+    model = with_pattern(model_of("Mistral"), DENSE).eval()
+    with pytest.raises(ConfigError, match="there is a KV cache, as in generate"):
+        model.generate(batch["input_ids"], attention_mask=ones, max_new_tokens=2)
+    with pytest.raises(ConfigError, match="attention_mask is a dict"):
+        model(batch["input_ids"], attention_mask={"full_attention": None})
+
+
 def test_window_layers_are_exact_whatever_the_pattern(batch):
     model = model_of("Mistral")
     assert_same(model, with_pattern(model, SPARSE), **batch)

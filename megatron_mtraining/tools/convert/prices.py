@@ -20,6 +20,7 @@ from ...config import (
 )
 from ...config.options import policy_values
 from ...megatron.options import attribute, config_from_args
+from ...megatron.windows import has_window
 from ...models.megatron_folder import find_iteration
 from ...pattern.steering import check_prices
 from .to_hf import read_args
@@ -40,8 +41,8 @@ def prices_of(
         settings: the settings file of the run, if it had one and that is elsewhere now.
 
     Returns:
-        The content of a settings file; the prices of each layer's heads, of those that have one; and the
-        settings file that was read, if any.
+        The content of a settings file; the prices of each layer's heads, of those that have one, in layers
+        without a sliding window; and the settings file that was read, if any.
 
     Raises:
         ConfigError: the checkpoint cannot be read or has no prices.
@@ -75,6 +76,8 @@ def prices_of(
     prices: list[list[float]] = []
     of_layers = {}
     for layer in range(layers):
+        if has_window(args, layer):  # whose heads have no price
+            continue
         policies = head_policies(config, layer, layers, heads) or (config.policy,) * heads
         row = reached[layer] if isinstance(reached, list) else [reached] * heads
         own, of_heads = [], {}
@@ -94,6 +97,8 @@ def prices_of(
                 }
         prices.append(own)
         of_layers[str(layer)] = {"heads": of_heads}
+    if not any(prices):
+        raise ConfigError(f"SRC is {source}, a model in which no head has a price: nothing is written")
     found["price"] = _rounded(statistics.median(price for own in prices for price in own))
     if isinstance(reached, list) or config.settings is not None:
         found["layers"] = of_layers

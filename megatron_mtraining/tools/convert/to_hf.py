@@ -50,15 +50,16 @@ def convert(
     output.check_place(folder, like)
     file = like / "config.json"
     config = read_json(file)
+    said = f"vocab_size in {file}"
     if vocab_size is not None:
-        config["vocab_size"] = vocab_size
+        config["vocab_size"], said = vocab_size, "--vocab-size"
     args = read_args(folder)
     with wrong_types_refused(file):
         model = model_of(config, file)
     with wrong_types_refused(folder):
         megatron_args.check_same(model, args, str(folder), str(file))
     reader = Reader(folder)
-    model = replace(model, padded_vocab=_embedding_rows(reader, model, folder, file))
+    model = replace(model, padded_vocab=_embedding_rows(reader, model, folder, said))
     tensors = _locate(reader, model, folder, file)
     verify_checksums(folder)
     if model.tied:
@@ -106,7 +107,7 @@ def _kept_config(source: Path, folder: Path) -> Path:
     )
 
 
-def _embedding_rows(reader: Reader, model: Model, folder: Path, file: Path) -> int:
+def _embedding_rows(reader: Reader, model: Model, folder: Path, said: str) -> int:
     if EMBEDDING not in reader.tensors:
         some = ", ".join(sorted(reader.tensors)[:3]) or "none"
         raise ConfigError(
@@ -115,7 +116,7 @@ def _embedding_rows(reader: Reader, model: Model, folder: Path, file: Path) -> i
     rows = reader.tensors[EMBEDDING][0][0]
     if rows < model.vocab:
         raise ConfigError(
-            f"{folder}: {EMBEDDING} has {rows} rows, fewer than vocab_size in {file} ({model.vocab}): the "
+            f"{folder}: {EMBEDDING} has {rows} rows, fewer than {said} ({model.vocab}): the "
             f"run had no --padded-vocab-size {model.vocab}; --vocab-size {rows} writes all rows"
         )
     return rows

@@ -268,17 +268,17 @@ def _check_numbers(values: argparse.Namespace, lengths: tuple[int, ...]) -> None
             raise ConfigError(f"--{name} is {value}: use 1 or more")
     if values.dense_tail < 0:
         raise ConfigError(f"--dense-tail is {values.dense_tail}: use a number of tokens, 0 or more")
-    if lengths and values.dense_tail >= min(lengths):
-        raise ConfigError(
-            f"--dense-tail is {values.dense_tail}, and --lengths has {min(lengths)}: all of a prompt would "
-            "be dense; use less, such as 64"
-        )
     shortest = SHORTEST.get(values.benchmark, 0)
     for length in lengths:
         if length < shortest:
             raise ConfigError(
                 f"--lengths has {length}: {values.benchmark} needs {shortest} tokens or more"
             )
+    if lengths and values.dense_tail >= min(lengths):
+        raise ConfigError(
+            f"--dense-tail is {values.dense_tail}, and --lengths has {min(lengths)}: all of a prompt would "
+            "be dense; use less, such as 64"
+        )
     if values.benchmark != "perplexity":
         return
     if values.evaluator is not None and values.longppl is None:

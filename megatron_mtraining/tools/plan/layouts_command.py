@@ -92,8 +92,8 @@ def _why_none(asked: Asked, options) -> str:
         if refused := why_refused(asked):
             return f"{where}: {refused}"
         return (
-            f"{where}: no layout divides the GPUs, --batch {asked.batch}, heads and layers: give another "
-            "--batch or --gpus"
+            f"{where}: no layout divides --seq {asked.seq}, the GPUs, --batch {asked.batch}, heads and "
+            "layers: give another --seq, --batch or --gpus"
         )
     least = min(every, key=lambda each: each.need)
     more = fewest_gpus(asked)

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = "a trace of PyTorch's profiler, whose last step is shown (default: one in RUN, if there is one)"
     add("--trace", type=Path, metavar="FILE", help=what)
     add("--png", type=Path, metavar="FOLDER", help="also write each chart there as a picture")
-    add("--overwrite", action="store_true", help="replace --output")
+    add("--overwrite", action="store_true", help="replace --output, and pictures of --png")
 
 
 def run(args) -> int:
@@ -42,18 +42,32 @@ def run(args) -> int:
             raise
         print(f"without a timeline: {error}", file=sys.stderr)
     title = args.title or args.run.resolve().name
+    if args.png:  # first, as the page of a run that fails here would be in the way of the next
+        _write_pictures(args.png, charts.drawn(found, "light", png, step), args.overwrite)
     with atomic_file(args.output, overwrite=args.overwrite) as file:
         file.write(page(found, title, step).encode())
-    if args.png:
-        pictures = charts.drawn(found, "light", png, step)
-        try:
-            args.png.mkdir(parents=True, exist_ok=True)
-            for name, content in pictures.items():
-                stem = name.split(" (")[0].lower().replace(" ", "-").replace("/", "-")
-                (args.png / f"{stem}.png").write_bytes(content)
-        except OSError as error:
-            raise ConfigError(
-                f"--png {error.filename or args.png} cannot be written: {error.strerror}"
-            ) from error
     print(f"{args.output}: open it in a browser")
     return 0
+
+
+def _write_pictures(folder: Path, pictures: dict[str, bytes], overwrite: bool) -> None:
+    """Write each chart into a folder, or none.
+
+    Raises:
+        ConfigError: one is there and may not be replaced, or they cannot be written.
+    """
+    stems = {
+        name: name.split(" (")[0].lower().replace(" ", "-").replace("/", "-") for name in pictures
+    }
+    paths = {folder / f"{stems[name]}.png": content for name, content in pictures.items()}
+    there = [path for path in paths if path.exists()]
+    if there and not overwrite:
+        raise ConfigError(f"--png: {there[0]} exists: give --overwrite, or another folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, content in paths.items():
+            path.write_bytes(content)
+    except OSError as error:
+        raise ConfigError(
+            f"--png {error.filename or folder} cannot be written: {error.strerror}"
+        ) from error

@@ -74,6 +74,18 @@ def test_arguments_as_megatron_saves_them(run, tmp_path):
     assert [policy.slash_cap for policy in found[1]] == [3] + [5] * (heads - 1)
 
 
+def test_layers_with_a_window_have_none(run, tmp_path, capsys):
+    layers, heads = sizes(run)
+    change_args(
+        run, **TARGET, mtraining_price_reached=[[0.5] * heads] * layers, window_size=(64, 0),
+        window_attn_skip_freq=[1] + [0] * (layers - 1),
+    )  # fmt: skip
+    assert convert("prices", run, tmp_path / "prices.json") == 0
+    written = json.loads((tmp_path / "prices.json").read_text())
+    assert [*written["layers"]] == [str(layer) for layer in range(1, layers)]
+    assert f"{(layers - 1) * heads} heads in {layers - 1} layers" in capsys.readouterr().out
+
+
 def test_one_price_of_the_model(run, tmp_path):
     change_args(run, **TARGET, mtraining_target_scope="model", mtraining_price_reached=0.37)
     assert convert("prices", run, tmp_path / "s.yaml") == 0

@@ -123,7 +123,7 @@ def test_interleave(plain):
         assert torch.equal(part_of(model, rows, part), expected)
 
 
-def test_vocabulary_padding(plain, tmp_path):
+def test_vocabulary_padding(plain, tmp_path, capsys):
     folder, _ = plain
     assert to_megatron(folder, tmp_path / "meg", "--padded-vocab-size", 384) == 0
     reader = torch_dist.Reader(tmp_path / "meg" / "release")
@@ -133,6 +133,7 @@ def test_vocabulary_padding(plain, tmp_path):
     assert convert("megatron-to-hf", tmp_path / "meg", tmp_path / "back") == 0
     same(weights(folder), weights(tmp_path / "back"))
     assert convert("megatron-to-hf", tmp_path / "meg", tmp_path / "more", "--vocab-size", 400) == 2
+    assert "fewer than --vocab-size (400)" in capsys.readouterr().err
     assert convert("megatron-to-hf", tmp_path / "meg", tmp_path / "more", "--vocab-size", 330) == 0
     assert config_of(tmp_path / "more")["vocab_size"] == 330
     assert weights(tmp_path / "more")["lm_head.weight"].shape[0] == 330

