@@ -6,8 +6,11 @@ Arguments hold plain values: they are pickled into checkpoints, which must stay 
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections.abc import Callable
 from contextlib import contextmanager
+from typing import Any
 
 from ..config import (
     OPTIONS,
@@ -247,9 +250,26 @@ def wrap_add_megatron_arguments(original):
     """``add_megatron_arguments`` with the ``--mtraining-*`` options."""
 
     def add_megatron_arguments(parser):
-        return add_arguments(original(parser))
+        parser = original(parser)
+        for action in parser._actions:
+            if "--attention-backend" in action.option_strings and callable(action.type):
+                action.type = _named(action.type)
+        return add_arguments(parser)
 
     return add_megatron_arguments
+
+
+def _named(member: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A type of an argument that looks up a member of an enum by its name. Megatron's own ends in a KeyError,
+    which argparse does not catch, of a name that there is not, such as "mtraning"."""
+
+    def named(name: str) -> Any:
+        try:
+            return member(name)
+        except KeyError:
+            raise argparse.ArgumentTypeError(f"{name!r} is no attention backend") from None
+
+    return named
 
 
 def wrap_validate_args(original):

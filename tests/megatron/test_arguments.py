@@ -146,6 +146,19 @@ def test_runs_with_other_backends_are_unchanged():
     assert not [name for name in before if name.startswith("mtraining")]
 
 
+def test_a_misspelled_backend_is_named(capsys):
+    def original(parser):
+        parser.add_argument("--attention-backend", type=lambda name: AttnBackend[name])
+        return parser
+
+    parser = module.wrap_add_megatron_arguments(original)(argparse.ArgumentParser())
+    given = parser.parse_args(["--attention-backend", "mtraining"])
+    assert given.attention_backend.name == "mtraining"
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--attention-backend", "mtraning"])
+    assert "'mtraning' is no attention backend" in capsys.readouterr().err
+
+
 def test_environment_is_checked_before_training(monkeypatch):
     monkeypatch.setenv("MTRAINING_BACKWARD", "fast")
     with pytest.raises(ArgumentsError, match="MTRAINING_BACKWARD is 'fast'.*auto, one_pass or two"):

@@ -98,7 +98,9 @@ def prices_of(
         prices.append(own)
         of_layers[str(layer)] = {"heads": of_heads}
     if not any(prices):
-        raise ConfigError(f"SRC is {source}, a model in which no head has a price: nothing is written")
+        raise ConfigError(
+            f"SRC is {source}, a model in which no head has a price: nothing is written"
+        )
     found["price"] = _rounded(statistics.median(price for own in prices for price in own))
     if isinstance(reached, list) or config.settings is not None:
         found["layers"] = of_layers
