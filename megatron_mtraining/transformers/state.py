@@ -6,7 +6,7 @@ from __future__ import annotations
 import warnings
 import zlib
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,8 @@ MANY_FORWARDS = 1024
 
 _STEPS: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 """How often each optimizer of this process has stepped."""
+_BODIES: WeakSet[nn.Module] = WeakSet()
+"""The bodies of models that have had forwards here."""
 
 
 def _count_step(optimizer, args, kwargs) -> None:
@@ -171,10 +173,12 @@ class PatternState:
         if self.steering.moves and not all_ranks and RankGroup.everyone().world > 1:
             return
         stepped = [each for each in steps if steps[each] != self._steps_before.get(each, 0)]
-        if _have_parameters(stepped, body) or not _have_parameters(list(steps), body):
+        if _have_parameters(stepped, body) or (
+            not _have_parameters(list(steps), body) and _some_are_of_no_model(stepped)
+        ):
             self.advance()
 
-    def begin_forward(self) -> None:
+    def begin_forward(self, body: nn.Module) -> None:
         """Before a forward of the model's body with gradients, after :meth:`settle`.
 
         Raises:
@@ -185,6 +189,7 @@ class PatternState:
                 f"{option('schedule')} is given, but nothing says how many steps it is over: train by "
                 "Trainer, or call configure(model, config, num_steps=...)"
             )
+        _BODIES.add(body)
         if not self._forwards:
             self._steps_before = _STEPS.copy()
         self._forwards += 1
@@ -271,10 +276,17 @@ class PatternState:
 
 def _have_parameters(optimizers: list[Optimizer], body: nn.Module) -> bool:
     """Whether one of the optimizers has a parameter of a model. Of a model whose optimizer has flat or
-    sharded copies, none has; nor before its optimizer's first step, when another's counts."""
+    sharded copies, none has; nor before its optimizer's first step."""
     own = {id(parameter) for parameter in body.parameters()}
     groups = [group for each in optimizers for group in each.param_groups]
     return any(id(parameter) in own for group in groups for parameter in group["params"])
+
+
+def _some_are_of_no_model(optimizers: list[Optimizer]) -> bool:
+    """Whether some of the optimizers have no parameter of a model here: they may have copies of one's."""
+    return any(
+        not any(_have_parameters([each], body) for body in list(_BODIES)) for each in optimizers
+    )
 
 
 def _add(

@@ -243,7 +243,7 @@ def _before_forward(body: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, 
     if parallel is not None:
         given = parallel.whole(given, state.agreed())
     if is_ours and trains:
-        state.begin_forward()
+        state.begin_forward(body)
         keep_results(body, not state.config.recompute_attention)
     under_way.set(PatternMask(given, parallel, bool(_layers_of(body.config, RECURRENT))))
     return passed

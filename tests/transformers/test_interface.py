@@ -459,6 +459,12 @@ def test_forwards_without_gradients_have_the_price_of_their_step(tokens):
 def test_optimizers_of_other_models_move_no_prices(tokens):
     config = MTrainingConfig.from_options(target_recall=0.5, block_size=64, window=64)
     ours, other = (with_pattern(small_model(num_hidden_layers=1), config) for _ in range(2))
+    third = torch.optim.SGD(other.parameters(), lr=1e-3)
+    for model in (ours, other):  # before the first step of an optimizer of ours
+        model(tokens[:1, :256], labels=tokens[:1, :256], use_cache=False).loss.backward()
+    third.step()
+    ours(tokens[:1, :256], use_cache=False)
+    assert (state_of(ours).steering.step, state_of(other).steering.step) == (0, 0)
     mine, its = (torch.optim.SGD(each.parameters(), lr=1e-3) for each in (ours, other))
     for optimizer, steps in ((mine, 1), (its, 1), (mine, 2)):
         ours(tokens[:1, :256], labels=tokens[:1, :256], use_cache=False).loss.backward()
