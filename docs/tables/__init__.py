@@ -155,11 +155,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     **long_tables.FIGURES,
     **step_tables.LOGGING,
     **step_tables.OFFLOAD,
-    "short_layer_host": lambda: (
-        f"{kernel_tables.host_us(kernel_tables.shortest_host()) / 1000:.1f} ms"
-    ),
-    "short_layer_dense_host": lambda: (
-        f"{kernel_tables.host_us(kernel_tables.dense_host(kernel_tables.shortest_host())[0]) / 1000:.1f} ms"
+    "short_layer_host": lambda: kernel_tables.host_ms(kernel_tables.shortest_host()),
+    "short_layer_dense_host": lambda: kernel_tables.host_ms(
+        *kernel_tables.dense_host(kernel_tables.shortest_host())
     ),
     "worst_error": lambda: f"{kernel_tables.worst_error():.2f}",
     "ruler_agreement_samples": eval_tables.ruler_agreement_samples,

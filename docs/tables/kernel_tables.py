@@ -160,6 +160,11 @@ def host_us(row: Row) -> float:
     return row[f"forward_{kind}"] + row[f"backward_{kind}"]
 
 
+def host_ms(row: Row) -> str:
+    """It in milliseconds."""
+    return f"{host_us(row) / 1000:.1f} ms"
+
+
 # The backward's ways
 
 

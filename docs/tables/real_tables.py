@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 
 from benchmarks.model import mean_cost
 from benchmarks.model.frontier_rows import decay_of
@@ -74,12 +75,14 @@ real_operands = Table(
 )
 
 
-def _block_lists(found: list[Row]) -> list[Row]:
-    """The newest row of each layer, by text, length and commit."""
-    of_case = ("text", "seq", "block_threshold", "commit")
-    layers = last(found, "gpu", "model", *of_case, "layer")
-    groups = grouped(layers, lambda row: values(row, *of_case))
-    return [dict(some[0], used=some) for some in groups.values()]
+def _by_case(*of_case: str) -> Callable[[list[Row]], list[Row]]:
+    """Groups of the newest rows of each layer."""
+
+    def find(found: list[Row]) -> list[Row]:
+        groups = grouped(last(found, *of_case, "layer"), lambda row: values(row, *of_case))
+        return [dict(some[0], used=some) for some in groups.values()]
+
+    return find
 
 
 def _sum(part: str):
@@ -100,17 +103,10 @@ block_lists = Table(
         "/ FlashAttention-4 dense": lambda row: _over_fa4(row["used"]),
     },
     where=lambda row: row.get("policy") == "xattention",
-    find=_block_lists,
+    find=_by_case("gpu", "model", "text", "seq", "block_threshold", "commit"),
     order=lambda row: (row["text"], row["seq"]),
 )
 """Policy xattention."""
-
-
-def _dense(found: list[Row]) -> list[Row]:
-    """The newest row of each layer, by text, length and kernels."""
-    of_case = ("gpu", "model", "text", "seq", "kernels")
-    groups = grouped(last(found, *of_case, "layer"), lambda row: values(row, *of_case))
-    return [dict(some[0], used=some) for some in groups.values()]
 
 
 KERNELS = {"own": "this package", "cudnn": "cuDNN, through this package (an option that went)"}
@@ -125,7 +121,7 @@ dense_kernels = Table(
         "time / cuDNN dense": lambda row: _time(row["used"]),
     },
     where=lambda row: row.get("policy") == "dense",
-    find=_dense,
+    find=_by_case("gpu", "model", "text", "seq", "kernels"),
     order=lambda row: (row["seq"], row["kernels"]),
 )
 """Dense attention through this package."""

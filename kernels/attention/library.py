@@ -47,7 +47,7 @@ def library_for(index: PatternOperand, *operands: Tensor) -> Library | None:
     """
     query = operands[0]
     if (
-        (switch("MTRAINING_DENSE") or "own") == "own"
+        switch("MTRAINING_DENSE") != "flash4"
         or not (index.is_dense and index.world == 1 and query.is_cuda)
         or query.element_size() != 2
         or query.shape[-1] > LIBRARY_HEAD_DIM

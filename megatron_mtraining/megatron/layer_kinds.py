@@ -9,12 +9,12 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.utils import (
     ensure_metadata_has_dp_cp_group,
-    is_layer_window_attention,
     make_sharded_tensors_for_checkpoint,
 )
 from torch import Tensor
 
 from ..config import ConfigError
+from .windows import has_window, has_window_size
 
 OFFSET = "softmax_offset"
 """The parameter's name in Megatron's core attentions, and so in checkpoints."""
@@ -26,18 +26,14 @@ def window_of(config, layer_number: int) -> int | None:
     Raises:
         ConfigError: ``window_attn_skip_freq`` does not have the layer.
     """
-    size = getattr(config, "window_size", None)
-    if not size or size[0] < 0:  # -1 is Megatron's infinite window
-        return None
     frequency = getattr(config, "window_attn_skip_freq", None)
-    if isinstance(frequency, list) and layer_number > len(frequency):
+    is_given = has_window_size(config) and isinstance(frequency, list)
+    if is_given and layer_number > len(frequency):
         raise ConfigError(
             f"config.window_attn_skip_freq is {frequency}, which does not say whether layer {layer_number} "
             "has a sliding window: with multi-token prediction, give a number in place of a list"
         )
-    if not is_layer_window_attention(size, frequency, layer_number):
-        return None
-    return size[0] + 1
+    return config.window_size[0] + 1 if has_window(config, layer_number - 1) else None
 
 
 def window_layers(config) -> list[int]:

@@ -16,6 +16,12 @@ def is_causal_window(value: Any) -> bool:
     return listed and all(type(size) is int for size in value) and value[0] >= -1 and value[1] == 0
 
 
+def has_window_size(settings: Any) -> bool:
+    """Whether some layers may have a sliding window: -1 is Megatron's infinite one."""
+    size = getattr(settings, "window_size", None)
+    return bool(size) and size[0] >= 0
+
+
 def has_window(settings: Any, layer: int) -> bool:
     """Whether a layer, from 0, has a sliding window: Megatron's ``is_layer_window_attention`` says the same,
     but a plan must not import it. False where ``settings`` do not say which layers.
@@ -23,8 +29,7 @@ def has_window(settings: Any, layer: int) -> bool:
     Args:
         settings: as of :func:`check_window_layers`, after it.
     """
-    size = getattr(settings, "window_size", None)
-    if not size or size[0] < 0 or not hasattr(settings, "window_attn_skip_freq"):
+    if not has_window_size(settings) or not hasattr(settings, "window_attn_skip_freq"):
         return False
     given = settings.window_attn_skip_freq
     if isinstance(given, int):

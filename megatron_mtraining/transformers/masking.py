@@ -255,14 +255,13 @@ class PatternMask:
             del found["position_ids"]
         if not found:
             return None
-        name = next(iter(found))
-        if self._has_linear and "cu_seq_lens_q" not in found and bool(found[name].any()):
+        first, *others = found
+        if self._has_linear and "cu_seq_lens_q" not in found and bool(found[first].any()):
             raise ConfigError(
-                f"{name} has packed sequences, which the model's layers of linear attention know by "
+                f"{first} has packed sequences, which the model's layers of linear attention know by "
                 "cu_seq_lens_q alone: give it too (DataCollatorWithFlattening(return_flash_attn_kwargs="
                 "True)), or do not pack"
             )
-        first, *others = found
         for name in others:
             differs = found[name] != found[first]
             if bool(differs.any()):

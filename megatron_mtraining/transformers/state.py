@@ -167,8 +167,10 @@ class PatternState:
             all_ranks: whether all processes have such a forward, as in training. Otherwise what needs a
                 collective is left to the next that all have.
         """
+        if not self._forwards:
+            return
         steps = _STEPS.copy()  # does not keep optimizers alive
-        if not self._forwards or steps == self._steps_before:
+        if steps == self._steps_before:
             return
         if self.steering.moves and not all_ranks and RankGroup.everyone().world > 1:
             return

@@ -428,9 +428,7 @@ def test_steps_of_an_optimizer_move_the_prices(tokens):
                 optimizer.step()
             if calls:
                 advance(ours)
-        with (
-            torch.no_grad()
-        ):  # as for old log-probabilities, or the first run of a checkpointed model
+        with torch.no_grad():  # as for the log-probabilities of old weights
             ours(tokens[:1], use_cache=False)
         assert state_of(ours).steering.step == 2
         found.append(torch.tensor(state_of(ours).steering.state()))

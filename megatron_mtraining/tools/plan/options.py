@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import argparse
 import copy
-import difflib
 import os
 import re
 from functools import cache
 from unittest import mock
 
-from ...config import BY_NAME, ConfigError
-from ...config import option as our_option
+from ...config import ConfigError
+from ...config.options import check_known
 from ...errors import short
 from ...megatron.backend import add_member
 from ...megatron.balance.options import REFUSED
@@ -205,8 +204,8 @@ def read(words: list[str], installed: bool = True) -> tuple[argparse.Namespace, 
     ours = args.attention_backend == "mtraining"
     checked = {name: getattr(args, name) for name in CHECKED if option(name) in given}
     for flag in given:
-        if flag.startswith("--mtraining-"):
-            raise ConfigError(f"{flag} is no option of this package: {_nearest(flag)}")
+        if flag.startswith("--mtraining-"):  # a parser knows those that there are
+            check_known(flag.removeprefix("--mtraining-").replace("-", "_"))
         refusal, value = refusals.get(flag), checked.get(flag[2:].replace("-", "_"))
         if refusal and ours:
             # As a run does it, and before the plan asks for what the flag may stand for.
@@ -233,11 +232,6 @@ def read(words: list[str], installed: bool = True) -> tuple[argparse.Namespace, 
     # With the backend they choose Megatron's own loss.
     loss = {refusal.given(command_line=True) for refusal in NEED_LOGITS} if ours else ()
     return args, [flag for flag in given if flag not in loss]
-
-
-def _nearest(flag: str) -> str:
-    near = difflib.get_close_matches(flag, [*map(our_option, BY_NAME)], 1)
-    return f"did you mean {near[0]}?" if near else "mtraining options are in docs/options.md"
 
 
 def _given(rest: list[str]) -> dict[str, list[str]]:

@@ -56,10 +56,7 @@ def _write_pictures(folder: Path, pictures: dict[str, bytes], overwrite: bool) -
     Raises:
         ConfigError: one is there and may not be replaced, or they cannot be written.
     """
-    stems = {
-        name: name.split(" (")[0].lower().replace(" ", "-").replace("/", "-") for name in pictures
-    }
-    paths = {folder / f"{stems[name]}.png": content for name, content in pictures.items()}
+    paths = {folder / f"{_stem_of(name)}.png": content for name, content in pictures.items()}
     there = [path for path in paths if path.exists()]
     if there and not overwrite:
         raise ConfigError(f"--png: {there[0]} exists: give --overwrite, or another folder")
@@ -71,3 +68,7 @@ def _write_pictures(folder: Path, pictures: dict[str, bytes], overwrite: bool) -
         raise ConfigError(
             f"--png {error.filename or folder} cannot be written: {error.strerror}"
         ) from error
+
+
+def _stem_of(chart: str) -> str:
+    return chart.split(" (")[0].lower().replace(" ", "-").replace("/", "-")

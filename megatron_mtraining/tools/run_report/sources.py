@@ -50,22 +50,22 @@ TAGS = {
 """Names in TensorBoard and of transformers, there without ``train/``."""
 STEP = re.compile(r"iteration +(\d{1,15})/ *\d+ \|(.*)\|")
 FIELD = re.compile(r" *([^|:]+): +([-+\d.eE]+|[-+]?(?:nan|inf)) *(?:\||$)", re.IGNORECASE)
+_AT_STEP = r"\[mtraining\] iteration (\d{1,15}) \|"
+"""How lines of ours begin; more digits are no number of a step."""
 OURS = re.compile(
-    r"\[mtraining\] iteration (\d{1,15}) \| density ([\d.]+) \(lowest head ([\d.]+), highest ([\d.]+)\)"
+    _AT_STEP + r" density ([\d.]+) \(lowest head ([\d.]+), highest ([\d.]+)\)"
     r"(?: \| recall ([\d.naif]+) \(lowest head ([\d.naif]+)\))?"
 )
 OF_OURS = ("density", "density_lowest", "density_highest", "recall", "recall_lowest")
-PRICE = re.compile(r"\[mtraining\] iteration (\d{1,15}) \|.*\| price ([\d.e+-]+)")
-BACKWARD = re.compile(r"\[mtraining\] iteration (\d{1,15}) \|.*\| backward density ([\d.]+)")
-CAPPED = re.compile(r"\[mtraining\] iteration (\d{1,15}) \|.*\| heads at a cap ([\d.]+)%")
+PRICE = re.compile(_AT_STEP + r".*\| price ([\d.e+-]+)")
+BACKWARD = re.compile(_AT_STEP + r".*\| backward density ([\d.]+)")
+CAPPED = re.compile(_AT_STEP + r".*\| heads at a cap ([\d.]+)%")
 TIMES = re.compile(
-    r"\[mtraining\] iteration (\d{1,15}) \|.*\| (?:search ([\d.e+-]+) ms, )?attention ([\d.e+-]+) ms "
+    _AT_STEP + r".*\| (?:search ([\d.e+-]+) ms, )?attention ([\d.e+-]+) ms "
     r"\(max/mean ([\d.]+)(?:, exposed communication ([\d.e+-]+) ms)?\)(?:, loss ([\d.e+-]+) ms)?"
 )
 OF_TIMES = ("search_ms", "attention_ms", "imbalance", "exposed_ms", "loss_ms")
-IDLE = re.compile(
-    r"\[mtraining\] iteration (\d{1,15}) \| attention of .*measured .*?idle ([\d.]+)%"
-)
+IDLE = re.compile(_AT_STEP + r" attention of .*measured .*?idle ([\d.]+)%")
 WARNING = re.compile(r"\[mtraining\] (warning: .*)")
 LAYER = re.compile(r"mtraining-(density|recall)-layers/(\d+)")
 
