@@ -217,6 +217,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "price_costs": real_tables.price_costs,
     "real_operands": real_tables.real_operands,
     "dense_kernels": real_tables.dense_kernels,
+    "layer_prices": real_tables.layer_prices,
     "real_block_lists": real_tables.block_lists,
     "ablations_by_loss": ablation_tables.by_loss,
     "ablations_by_time": ablation_tables.by_time,

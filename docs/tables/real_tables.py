@@ -109,7 +109,11 @@ block_lists = Table(
 """Policy xattention."""
 
 
-KERNELS = {"own": "this package", "cudnn": "cuDNN, through this package (an option that went)"}
+KERNELS = {
+    "own": "this package",
+    "flash4": "FlashAttention-4, through this package",
+    "cudnn": "cuDNN, through this package (an option that went)",
+}
 dense_kernels = Table(
     "real_operands",
     {
@@ -175,22 +179,74 @@ def real_share(seq: int, price: float, threshold: float, text: str = "code") -> 
     return [layers for key, layers in _newest().items() if key[1:] == wanted][-1]
 
 
-def _layer_prices() -> Row:
-    """Prices by layer from the loss of one layer at a time."""
-    return next(row for row in rows("layer_prices") if row.get("by", "all") == "all")
+def _measured(by: str) -> Row:
+    """What one layer's pairs are worth, by loss (``all``) or by divergence."""
+    found = [row for row in rows("layer_prices") if row["stage"] == "measure"]
+    return [row for row in found if row.get("by", "all") == by][-1]
 
 
-def _mean_density(name: str) -> str:
-    return cell("{x:share}", x=statistics.mean(_layer_prices()[name]))
+def _over_median(field: str) -> list[float]:
+    """``worth`` by divergence or ``density`` of each layer, over the median layer's."""
+    found = _measured("divergence")[field]
+    return [each / statistics.median(found) for each in found]
 
+
+def _dearest(count: int = 3) -> str:
+    """The layers whose last pairs are worth most, and how much over the median layer's."""
+    worth = sorted(enumerate(_over_median("worth")), key=lambda each: -each[1])[:count]
+    return ", ".join(f"{layer} ({each:.0f} times)" for layer, each in worth)
+
+
+def _layer_runs(found: list[Row]) -> list[Row]:
+    """A row of each kind of run; its losses are over those of the dense run of the same seed."""
+    trained = last((row for row in found if row["stage"] == "train"), "run", "seed", "model", "seq")
+    dense = {row["seed"]: row["dense"] for row in trained if row["run"] == "dense"}
+    kinds = grouped((row for row in trained if row["run"] != "dense"), lambda row: row["run"])
+    return [
+        dict(
+            some[0],
+            used=some,
+            divergence=_measured("divergence")[RUNS[run][1]]["divergence"],
+            over={
+                by: [row[by] / dense[row["seed"]] - 1 for row in some] for by in ("own", "dense")
+            },
+        )
+        for run, some in kinds.items()
+    ]
+
+
+def _each_over(by: str) -> Callable[[Row], str]:
+    return lambda row: ", ".join(cell("{x:over}", x=each) for each in row["over"][by])
+
+
+RUNS = {"same": ("one price for all", "loss"), "layers": ("prices by layer", "own_loss")}
+"""What a table calls a run, and where its losses before training are."""
+layer_prices = Table(
+    "layer_prices",
+    {
+        "": lambda row: RUNS[row["run"]][0],
+        "density": lambda row: cell("{x:share}", x=mean(row["used"], "density")),
+        "loss over dense training, both evaluated dense, of each seed": _each_over("dense"),
+        "with its own attention": _each_over("own"),
+        "divergence before training, nats": "{divergence:.4f}",
+    },
+    find=_layer_runs,
+    order=lambda row: (row["run"] != "same",),
+)
 
 LAYER_PRICES = {
     "loss": lambda: cell(
-        "{x:over}", x=_layer_prices()["own_loss"]["all"] / _layer_prices()["loss"]["all"] - 1
+        "{x:over}", x=_measured("all")["own_loss"]["all"] / _measured("all")["loss"]["all"] - 1
     ),
-    "density": lambda: _mean_density("density"),
-    "own_density": lambda: _mean_density("own_density"),
-    "falls": lambda: str(sum(each < 0 for each in _layer_prices()["worth"])),
+    "dearest": _dearest,
+    **{
+        f"falls_{by}": lambda by=by: str(sum(each < 0 for each in _measured(by)["worth"]))
+        for by in ("all", "divergence")
+    },
+    **{
+        f"{field}_22": lambda field=field: f"{_over_median(field)[22]:.1f}"
+        for field in ("worth", "density")
+    },
 }
 """What was found, by the end of its name."""
 
