@@ -69,6 +69,9 @@ IDLE = re.compile(_AT_STEP + r" attention of .*measured .*?idle ([\d.]+)%")
 WARNING = re.compile(r"\[mtraining\] (warning: .*)")
 LAYER = re.compile(r"mtraining-(density|recall)-layers/(\d+)")
 
+LARGEST = 3.4028235e38
+"""Of float32, in which runs compute; charts overflow near float64's."""
+
 
 class Run(NamedTuple):
     """
@@ -78,7 +81,7 @@ class Run(NamedTuple):
             above.
         layers: ``density`` and ``recall``, by the number of a layer.
         warnings: of this package, each once.
-        not_finite: the steps whose value is NaN or infinite, ascending, by the name of the series.
+        not_finite: the steps whose value is NaN or beyond float32, ascending, by the name of the series.
     """
 
     source: str
@@ -97,7 +100,7 @@ class Run(NamedTuple):
     ) -> Run:
         """The run, from all values that were logged."""
         finite = {
-            name: {step: value for step, value in values.items() if math.isfinite(value)}
+            name: {step: value for step, value in values.items() if abs(value) <= LARGEST}
             for name, values in logged.items()
         }
         not_finite = {name: sorted({*values} - {*finite[name]}) for name, values in logged.items()}

@@ -176,15 +176,16 @@ def test_losses_that_are_not_finite_are_told(tmp_path):
     lines = [STEP.format(step=step, ms=100, loss=3.0) for step in range(1, 9)]
     for step in (3, 4, 5):
         lines[step - 1] = lines[step - 1].replace(" lm loss: 3.000000E+00 |", "")
+    lines[5] = lines[5].replace("3.000000E+00", "1.000000E+308")  # beyond float32
     lines[6] = lines[6].replace("3.000000E+00", "INF").replace("grad norm: 1.250", "grad norm: nan")
     (tmp_path / "run.log").write_text("".join(lines))
     found = read(tmp_path)
-    assert sorted(found.series["loss"]) == [1, 2, 6, 8]
-    assert found.not_finite == {"loss": [3, 4, 5, 7], "grad_norm": [7]}
+    assert sorted(found.series["loss"]) == [1, 2, 8]
+    assert found.not_finite == {"loss": [3, 4, 5, 6, 7], "grad_norm": [7]}
     output = tmp_path / "report.html"
     assert main(["report", str(tmp_path), "--output", str(output)]) == 0
     text = output.read_text(encoding="utf-8")
-    assert "<li>training loss is NaN or infinite in steps 3 to 5, 7: left out below</li>" in text
+    assert "<li>training loss is NaN or infinite in steps 3 to 7: left out below</li>" in text
     assert "grad norm is NaN or infinite in step 7" in text
 
 
