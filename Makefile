@@ -39,8 +39,9 @@ test-all: $(READY)
 
 MEGATRON := arguments backend checkpoint checks core_attention gpt_model layer_spec recompute registration \
   rotary_embedding wrapping
+TRANSFORMERS := checkpointing interface prices
 SMOKE := tests/config tests/test_attention.py tests/test_cp_group.py tests/test_package.py \
-  tests/transformers/test_interface.py $(MEGATRON:%=tests/megatron/test_%.py)
+  $(TRANSFORMERS:%=tests/transformers/test_%.py) $(MEGATRON:%=tests/megatron/test_%.py)
 
 smoke: $(READY)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" $(SMOKE) $(ARGS)
