@@ -100,7 +100,9 @@ def keep_results(body: nn.Module, keep: bool = True) -> None:
     Before each forward, as checkpointing can be switched on, and settings given, at any time."""
     for module in body.modules():
         function = module.__dict__.get(FUNCTION)
-        if function is None or keep == isinstance(function, _Checkpoint):
+        # Selective checkpointing has both runs do the same operations.
+        selects = "context_fn" in getattr(function, "keywords", ())
+        if function is None or selects or keep == isinstance(function, _Checkpoint):
             continue
         setattr(module, FUNCTION, _Checkpoint(function) if keep else function.function)
 

@@ -82,7 +82,8 @@ def mask(
     is_part = given.parallel is not None
     if int(q_offset) == 0 and (q_length > 1 or is_part):
         return given.under(None if mask_function is causal_mask_function else mask_function)
-    given.check_continuation()
+    if int(q_offset):
+        given.check_continuation()
     return CacheMask(
         sdpa_mask(
             batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset,
@@ -183,7 +184,9 @@ def attention(
         out = value.new_zeros(batch, query.shape[2], *query.shape[1::2])
         for part in parts:
             out[part.entries, part.first : part.end] = attend_to(part)
-    return out if parallel is None else parallel.to_tokens(out, length), None
+    if parallel is not None:
+        out = parallel.to_tokens(out, length)
+    return out.contiguous(), None  # as transformers' own, which some models take views of
 
 
 def _by_pattern(

@@ -10,7 +10,7 @@ sequence becomes a document. Where sequences start is said by ``position_ids``, 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextvars import ContextVar
 from typing import NamedTuple
 
@@ -20,6 +20,18 @@ from torch import Tensor
 from ..config import ConfigError
 from ..visibility import VisibleRanges
 from .sequence import SequenceParallel
+
+_DELTA, _MAMBA = ("cu_seq_lens_q", "seq_idx"), ("seq_idx",)
+PACKED_RECURRENT = {
+    "qwen3_next": _DELTA, "qwen3_5_text": _DELTA, "qwen3_5_moe_text": _DELTA, "olmo_hybrid": _DELTA,
+    "bamba": _MAMBA, "granitemoehybrid": _MAMBA,
+}  # fmt: skip
+"""What layers of linear attention tell packed sequences apart by, by ``model_type``: convolutions and Mamba-2
+by the number of each token's sequence, delta rules by the ends of sequences."""
+_NUMBERED_BESIDE_CACHE = (
+    "the attention_mask counts packed sequences, and there is a KV cache, as in generate, which takes these "
+    "numbers for positions: give 1 for tokens and 0 for padding"
+)
 
 
 class Part(NamedTuple):
@@ -42,16 +54,16 @@ class PatternMask:
     Args:
         given: keyword arguments of the model's forward. Those of :data:`CARRIERS` are read.
         parallel: the ranks whose tokens ``given`` is of, if the model has a part of them; None if all.
-        has_linear: whether the model has layers of linear attention, which know packed sequences by
-            ``cu_seq_lens_q`` alone.
+        recurrent: the ``model_type`` of a model with layers of linear attention, which tell packed sequences
+            apart by what they are given themselves, or not at all; None of others.
     """
 
     CARRIERS = ("attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 
     def __init__(
-        self, given: dict, parallel: SequenceParallel | None = None, has_linear: bool = False
+        self, given: dict, parallel: SequenceParallel | None = None, recurrent: str | None = None
     ):
-        self.parallel, self._has_linear = parallel, has_linear
+        self.parallel, self._recurrent = parallel, recurrent
         names = ("past_key_values", "cache")  # in older and newer versions of transformers
         self._has_cache = any(given.get(name) is not None for name in names)
         self.given = {name: given[name] for name in self.CARRIERS if given.get(name) is not None}
@@ -59,6 +71,20 @@ class PatternMask:
         self._sequences: list[Tensor | None] = []  # the result of _starts, with the parts
         self._function: Callable | None = None
         self._checked: set[int | None] = set()
+
+    def __getitem__(self, index: tuple[slice, ...]) -> PatternMask:
+        """All of it: Gemma 4 slices masks where layers share keys, to the queries of the last tokens.
+
+        Raises:
+            ConfigError: these are not all tokens.
+        """
+        if any(each not in (slice(None), slice(0, None)) for each in index):
+            raise ConfigError(
+                "logits_to_keep is given, by which the model leaves queries out of layers that share keys, "
+                "and a pattern is chosen for all of a sequence: leave it out, or give "
+                "output_hidden_states=True, with which the model has all queries (in generate, too)"
+            )
+        return self
 
     def under(self, function: Callable | None) -> PatternMask:
         """This batch, under a mask function of transformers; None if that is its causal one. What is made of
@@ -143,9 +169,11 @@ class PatternMask:
         for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"):
             if name in self.given:
                 raise ConfigError(
-                    f"{name} is given beside a KV cache, or of one token: attention to a cache is to all of "
-                    "it; leave it out"
+                    f"{name} is given beside a KV cache: attention to a cache is to all of it; leave it out"
                 )
+        mask = self.given.get("attention_mask")
+        if mask is not None and bool((mask > 1).any()):
+            raise ConfigError(_NUMBERED_BESIDE_CACHE)
 
     def _make_parts(self, batch: int, length: int, device: torch.device) -> list[Part]:
         spans, numbers = None, None
@@ -154,10 +182,7 @@ class PatternMask:
             spans, is_numbered = token_spans(mask)
             numbers = mask if is_numbered else None
             if is_numbered and self._has_cache:
-                raise ConfigError(
-                    "the attention_mask counts packed sequences, and there is a KV cache, as in generate, "
-                    "which takes these numbers for positions: give 1 for tokens and 0 for padding"
-                )
+                raise ConfigError(_NUMBERED_BESIDE_CACHE)
         starts = self._starts(spans, numbers, batch, length, device)
         self._sequences.append(starts)
         if self.parallel is not None and self.parallel.ring is not None:
@@ -256,12 +281,8 @@ class PatternMask:
         if not found:
             return None
         first, *others = found
-        if self._has_linear and "cu_seq_lens_q" not in found and bool(found[first].any()):
-            raise ConfigError(
-                f"{first} has packed sequences, which the model's layers of linear attention know by "
-                "cu_seq_lens_q alone: give it too (DataCollatorWithFlattening(return_flash_attn_kwargs="
-                "True)), or do not pack"
-            )
+        if self._recurrent is not None and bool(found[first].any()):
+            self._check_recurrent(self._recurrent, found)
         for name in others:
             differs = found[name] != found[first]
             if bool(differs.any()):
@@ -274,14 +295,35 @@ class PatternMask:
         starts[:, 1:] = torch.where(found[first], place, 0)
         return starts.cummax(-1).values
 
+    @staticmethod
+    def _check_recurrent(kind: str, found: Container[str]) -> None:
+        """Raise :class:`ConfigError` unless a batch has what layers of linear attention tell packed sequences
+        apart by."""
+        if kind not in PACKED_RECURRENT:
+            raise ConfigError(
+                f"the batch has packed sequences, which the layers of linear attention of {kind} do not tell "
+                f"apart: do not pack (those of {', '.join(PACKED_RECURRENT)} do)"
+            )
+        wanted = PACKED_RECURRENT[kind]
+        missing = [name for name in wanted if name not in found]
+        if missing:
+            raise ConfigError(
+                "the batch has packed sequences, which the model's layers of linear attention know by "
+                f"{' and '.join(wanted)} alone: give {' and '.join(missing)}, too "
+                "(DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)), or do not "
+                "pack"
+            )
+
 
 def _restarts(position_ids: Tensor) -> Tensor:
     """Where positions do not increase, of all tokens but the first: bool ``[b or 1, s - 1]``."""
-    least = 1
-    if position_ids.dim() == 3:  # [3, b, s], of time, height and width, or [4, b, s], of text first
-        least = 0 if len(position_ids) == 3 else 1  # tokens of a picture share a time
+    if position_ids.dim() == 3 and len(position_ids) == 3:  # time, height and width
+        # Tokens of a picture share a time. A sequence of one token, or picture, begins and ends at 0.
+        time = position_ids[0]
+        return (time[:, 1:] < time[:, :-1]) | (position_ids[..., 1:] == 0).all(0)
+    if position_ids.dim() == 3:  # [4, b, s], of text first
         position_ids = position_ids[0]
-    return position_ids.diff(dim=-1) < least
+    return position_ids[..., 1:] <= position_ids[..., :-1]
 
 
 def _new_numbers(name: str, numbers: Tensor, inside: Tensor) -> Tensor:

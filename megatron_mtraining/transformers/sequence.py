@@ -212,6 +212,11 @@ def check_model(config, name: str, recurrent: Sequence[int]) -> None:
             f"sequence_parallel is given, and layer {recurrent[0]} of {name} has linear attention, which "
             "needs whole sequences: leave sequence_parallel out"
         )
+    if getattr(config, "attn_temperature_tuning", False):
+        raise ConfigError(
+            f"sequence_parallel is given, and {name} has attn_temperature_tuning, which counts the tokens "
+            "that a rank has: set it to False in the model's config, or leave sequence_parallel out"
+        )
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)]
     if odd := [kind for kind in kinds if kind and ("dynamic" in kind or kind == "longrope")]:

@@ -48,7 +48,8 @@ def register() -> None:
         raise ConfigError(
             f"transformers {transformers.__version__} has no attention interface: install transformers>=5.10"
         ) from None
-    ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
+    # What is chosen online is not for torch.compile, which compiles the layers around it.
+    ALL_ATTENTION_FUNCTIONS.register(NAME, torch.compiler.disable(attention))
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, mask)
     _give_defaults(PreTrainedModel)
     _refuse_assisted_decoding()
@@ -245,7 +246,8 @@ def _before_forward(body: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, 
     if is_ours and trains:
         state.begin_forward(body)
         keep_results(body, not state.config.recompute_attention)
-    under_way.set(PatternMask(given, parallel, bool(_layers_of(body.config, RECURRENT))))
+    recurrent = body.config.model_type if _layers_of(body.config, RECURRENT) else None
+    under_way.set(PatternMask(given, parallel, recurrent))
     return passed
 
 
@@ -308,6 +310,12 @@ def _check_model(config, name: str) -> None:
     if head_dim not in HEAD_DIMS:
         raise ConfigError(
             f"{name} has attention heads of dimension {head_dim}: attention mtraining supports {HEAD_DIMS}"
+        )
+    keys, values = getattr(config, "qk_head_dim", head_dim), getattr(config, "v_head_dim", None)
+    if values and values != keys:
+        raise ConfigError(
+            f"{name} has keys of dimension {keys} and values of {values} (v_head_dim), as in multi-latent "
+            "attention: attention mtraining supports heads whose keys and values have the same"
         )
     others = set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES)
     if others:

@@ -284,6 +284,7 @@ def refusals(rank, world):
         "group": configured(model_of("llama", 1), 2),
         "linear attention": configured(linear),
         "rope": configured(small_model("llama", rope_parameters=rope)),
+        "tokens counted": configured(small_model("llama", attn_temperature_tuning=True)),
         "settings": forward("fixed" if rank else "dense"),
         "lengths": forward(change=shorten),
         "no positions": forward(change=without_positions),

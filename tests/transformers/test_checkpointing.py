@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -99,6 +100,25 @@ def test_what_offloads_activations_has_what_attention_found(reentrant, tokens, m
     second = [each for saved in calls if saved for each in (saved.out, saved.lse, saved.packed)]
     assert len(second) == 3 * LAYERS == 3 * len(calls) / 2
     assert {id(each) for each in second} <= {id(each) for each in back}
+
+
+def test_selective_checkpointing_runs_attention_twice(tokens):
+    """It compares the operations of both runs."""
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    def policy(ctx, operation, *args, **kwargs):
+        saved = operation == torch.ops.aten.mm.default
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    batch = dict(input_ids=tokens, labels=tokens)
+    ours = with_pattern(small_model(), SPARSE)
+    _, expected = loss_and_gradients(ours, **batch)
+    how = dict(
+        use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, policy)
+    )
+    ours.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+    _, found = loss_and_gradients(ours, **batch)
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_gradient_that_does_not_come_through_a_layers_output(tokens):

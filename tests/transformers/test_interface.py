@@ -201,6 +201,34 @@ def test_assisted_decoding_is_refused(tokens):
     assert ours.generate(tokens[:1], **given, prompt_lookup_num_tokens=5).shape[1] > SEQ
 
 
+def test_layers_around_attention_can_be_compiled(tokens):
+    batch = dict(input_ids=tokens, labels=tokens, attention_mask=torch.ones_like(tokens))
+    batch["attention_mask"][0, :70] = 0
+    ours = with_pattern(small_model(), SPARSE)
+    expected = loss_and_gradients(ours, **batch)
+    ours.zero_grad()
+    loss = torch.compile(ours, backend="eager")(**batch, use_cache=False).loss
+    loss.backward()
+    torch.testing.assert_close(loss, expected[0].loss)
+    for name, weight in ours.named_parameters():
+        torch.testing.assert_close(weight.grad, expected[1][name], msg=name)
+
+
+def test_layers_that_share_keys_have_all_queries(tokens):
+    pytest.importorskip("transformers.models.gemma4")
+    kinds = ["sliding_attention", "full_attention"] * 2
+    model = small_model(
+        "gemma4_text", num_hidden_layers=4, layer_types=kinds, sliding_window=48, global_head_dim=64,
+        num_kv_shared_layers=2, vocab_size_per_layer_input=97, hidden_size_per_layer_input=16,
+    )  # fmt: skip
+    ours = with_pattern(model, DENSE)
+    with torch.no_grad():
+        found, expected = (each(tokens, use_cache=False).logits for each in (ours, model))
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+        with pytest.raises(ConfigError, match="logits_to_keep is given"):
+            ours(tokens, use_cache=False, logits_to_keep=1)
+
+
 def test_a_language_model_that_is_a_part(tokens):
     """The whole model's own implementation is another, and says nothing of the part's."""
     from transformers import AutoConfig, AutoModelForImageTextToText
@@ -305,6 +333,10 @@ def test_what_is_refused_names_itself(tokens):
     refused(
         "chunked_attention",
         small_model("qwen2", layer_types=["chunked_attention"] * 2),
+    )
+    refused(
+        "keys of dimension 128 and values of 64",
+        small_model("deepseek_v3", v_head_dim=64, qk_nope_head_dim=64, qk_rope_head_dim=64),
     )
     refused("gathered_ranks is 2", small_model(), MTrainingConfig.from_options(gathered_ranks=2))
     refused("batching is cost", small_model(), MTrainingConfig.from_options(batching="cost"))

@@ -8,6 +8,7 @@ import torch
 
 from megatron_mtraining import ConfigError
 from megatron_mtraining.transformers import configure, take_means
+from megatron_mtraining.transformers.masking import PatternMask
 from tests.support.transformers_cases import (
     DENSE,
     SEQ,
@@ -88,8 +89,6 @@ def test_entries_with_the_same_padding_are_computed_together(tokens, monkeypatch
 @pytest.mark.parametrize("how", ("cache", "mask", "padding"))
 def test_packed_sequences_are_found_beside_a_cache_or_a_mask(how, tokens, monkeypatch):
     """There transformers itself does not look. It costs one look per forward, not one per layer."""
-    from megatron_mtraining.transformers.masking import PatternMask
-
     looks, original = [], PatternMask._make_parts
     monkeypatch.setattr(
         PatternMask, "_make_parts", lambda *given: looks.append(1) or original(*given)
@@ -144,6 +143,40 @@ def test_positions_that_only_skip_some_are_one_sequence(window, tokens):
         expected = model(**batch, attention_mask=torch.ones_like(tokens[:1])).logits
         found = with_pattern(model, DENSE)(**batch).logits
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_positions_between_whole_numbers_increase(tokens):
+    batch = dict(input_ids=tokens[:1], position_ids=torch.arange(SEQ)[None] / 2)
+    batch["attention_mask"] = torch.ones_like(tokens[:1])  # or transformers cuts
+    model = small_model(num_hidden_layers=1)
+    with torch.no_grad():
+        expected = model(**batch).logits
+        found = with_pattern(model, DENSE)(**batch).logits
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", (1, 3, 4))
+def test_sequences_of_one_token_and_of_one_picture(rows, tokens):
+    """Positions of time, height and width, as models of pictures have them; or of text alone."""
+    lengths, side = (40, 1, 64, 64, 30), torch.arange(8)
+    of_text = torch.cat([torch.arange(n) for n in lengths])
+    positions = of_text.repeat(rows, 1)
+    if rows == 3:
+        picture = torch.stack([0 * torch.arange(64), side.repeat_interleave(8), side.repeat(8)])
+        positions[:, 41:169] = picture.repeat(1, 2)
+    given = positions if rows == 1 else positions[:, None]
+    starts = PatternMask(dict(position_ids=given)).parts(1, sum(lengths), tokens.device)[0]
+    assert starts.documents.start[0].unique().tolist() == [0, 40, 41, 105, 169]
+
+
+def test_a_cache_is_not_continued_by_packed_sequences(tokens):
+    ours = with_pattern(small_model(num_hidden_layers=1), DENSE).eval()
+    numbers = torch.ones_like(tokens[:1])
+    numbers[:, 300:] = 2
+    with torch.no_grad():
+        cache = ours(tokens[:1, :300], use_cache=True).past_key_values
+        with pytest.raises(ConfigError, match="counts packed sequences, and there is a KV cache"):
+            ours(tokens[:1, 300:], past_key_values=cache, attention_mask=numbers)
 
 
 LENGTHS = (130, 64, 106)

@@ -169,6 +169,7 @@ def test_what_is_refused_is_refused_on_every_rank():
         "group": "sequence_parallel: the process group is a int: give one of torch.distributed",
         "linear attention": "layer 0 of .* has linear attention, which needs whole sequences",
         "rope": "rope_type 'dynamic', which goes by the length",
+        "tokens counted": "attn_temperature_tuning, which counts the tokens that a rank has",
         "settings": "the ranks of sequence_parallel must be started alike, but --mtraining-p.* rank 1",
         "lengths": r"the shape of input_ids is \(1, 192\) on rank 0, \(1, 182\) on rank 1",
         "no positions": r"position_ids are missing: .*cut_batch\(batch, group\)",

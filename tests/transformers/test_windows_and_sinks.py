@@ -95,9 +95,18 @@ def test_numbers_of_packed_sequences_are_for_attention_alone(batch):
         twos = model(**batch, attention_mask=2 * ones, use_cache=False).logits
     torch.testing.assert_close(first, twos)
     ones[:, 100:] = 2
-    for packed in (dict(attention_mask=ones), dict(position_ids=torch.arange(SEQ)[None] % 150)):
-        with pytest.raises(ConfigError, match="layers of linear attention know by cu_seq_lens_q"):
+    restarts = dict(position_ids=torch.arange(SEQ)[None] % 150)
+    both = "cu_seq_lens_q and seq_idx"
+    for packed in (dict(attention_mask=ones), restarts):
+        with pytest.raises(
+            ConfigError, match=f"linear attention know by {both} alone: give {both}"
+        ):
             model(**batch, **packed, use_cache=False)
+    # Without its packages, transformers refuses these in a layer of linear attention, which is second here.
+    model = with_pattern(model_of("Qwen3.5"), DENSE)
+    ends = torch.tensor([0, 100, SEQ, 2 * SEQ], dtype=torch.int32)
+    with pytest.raises(ConfigError, match=f"know by {both} alone: give seq_idx, too"):
+        model(**batch, cu_seq_lens_q=ends, use_cache=False)
     model = with_pattern(model_of("Mistral"), DENSE).eval()
     with pytest.raises(ConfigError, match="there is a KV cache, as in generate"):
         model.generate(batch["input_ids"], attention_mask=ones, max_new_tokens=2)
