@@ -16,6 +16,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 """The constants of Megatron's --use-rope-scaling."""
+ORIGINAL = "original_max_position_embeddings"
 DEFAULT_BASE = 10000.0
 """transformers' rope_theta where config.json has none (Llama 2's), for all supported families."""
 YARN_ARGUMENTS = {
@@ -38,6 +39,8 @@ def rope_fields(config: dict) -> dict:
         rope.setdefault("rope_type", rope.pop("type"))
     rope.setdefault("rope_type", "default")
     rope.setdefault("rope_theta", config.get("rope_theta", DEFAULT_BASE))
+    if (original := config.get(ORIGINAL)) is not None and rope["rope_type"] != "default":
+        rope[ORIGINAL] = original  # transformers prefers that of the config itself
     return rope
 
 
@@ -204,7 +207,7 @@ def into_config(config: dict, args, file: Path) -> dict:
         )
         if now["yarn_correction_range_round_to_int"] is False:
             rope["truncate"] = False
-        scales = now["mscale"] or 1.0, now["mscale_all_dim"] or 0.0
+        scales = 1.0 if now["mscale"] is None else now["mscale"], now["mscale_all_dim"] or 0.0
         if all(scales):
             rope["mscale"], rope["mscale_all_dim"] = scales
         elif scales != (1.0, 0.0):
@@ -215,6 +218,7 @@ def into_config(config: dict, args, file: Path) -> dict:
     elif scaled:
         rope |= dict(rope_type="llama3", factor=factor, **LLAMA3)
     config = dict(config)
+    config.pop(ORIGINAL, None)
     if "rope_parameters" in config:
         config["rope_parameters"] = rope
         config.pop("rope_scaling", None)  # transformers would prefer it

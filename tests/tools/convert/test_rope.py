@@ -77,6 +77,31 @@ def test_both_forms_of_config(name, old):
     assert rope.arguments_of(again, file) == found
 
 
+def test_the_original_length_of_the_config_itself():
+    """transformers prefers it to the scaling's own, on either way."""
+    yarn = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=512)
+    config = dict(max_position_embeddings=2048, original_max_position_embeddings=128)
+    config |= dict(rope_parameters=yarn)
+    file = Path("config.json")
+    found = rope.arguments_of(config, file)
+    assert found["yarn_original_max_position_embeddings"] == 128
+    again = rope.into_config(config, Namespace(**found | {"rotary_scaling_factor": 8.0}), file)
+    assert rope.arguments_of(again, file)["yarn_original_max_position_embeddings"] == 128
+    assert "original_max_position_embeddings" not in again
+
+
+def test_a_scale_of_none_is_refused():
+    """transformers would take it for 1."""
+    config = dict(max_position_embeddings=2048, rope_parameters=dict(rope_theta=1e4))
+    args = dict(position_embedding_type="yarn", rotary_base=10000, rotary_scaling_factor=4.0)
+    args |= dict.fromkeys(rope.ARGUMENTS - args.keys())
+    args |= dict(rotary_percent=1.0, use_rope_scaling=False, mscale=0.0, mscale_all_dim=1.0)
+    with pytest.raises(
+        ConfigError, match="mscale and mscale_all_dim of the checkpoint are 0 and 1"
+    ):
+        rope.into_config(config, Namespace(**args), Path("config.json"))
+
+
 @pytest.mark.parametrize("factor", [None, 0.1 * math.log(8) + 1], ids=["absent", "given"])
 def test_scales_beside_attention_factor(factor):
     """transformers ignores mscale and mscale_all_dim if there is an attention_factor."""
