@@ -66,6 +66,7 @@ class PriceFeedback:
         self._anchor = log_prices  # the last ones to which the loss has answered
         self._limit = torch.full_like(log_prices, MAX_LOG_STEP)
         self._most_seen = torch.zeros_like(log_prices)
+        self._is_restored = False
         # Of the slope: means of the logarithms of price and loss, sums of squares and of products.
         self._mean_price = log_prices
         self._mean_loss = torch.full_like(log_prices, math.nan)
@@ -85,6 +86,10 @@ class PriceFeedback:
         # Nothing could be lost, or attention was not a number: the price would be none in all steps after. Or
         # there is no price to move: the recall of a dense head depends on none.
         known = (weight > 0) & loss.isfinite()
+        if self._is_restored:  # of a run that may have had many more sequences a step
+            share = (weight / self._most_seen).nan_to_num().max()
+            self._most_seen = torch.where(share < 0.5, share, 1.0) * self._most_seen
+            self._is_restored = False
         self._most_seen = torch.maximum(self._most_seen * MEMORY, weight)
         enough = known & (weight >= self._most_seen / 2)
         by = self._step(loss, enough) * (weight / self._most_seen)
@@ -151,6 +156,7 @@ class PriceFeedback:
             row = [math.nan if each is None else each for each in state[name.lstrip("_")]]
             value = torch.tensor(row, dtype=torch.float32, device=self.log_prices.device)
             setattr(self, name, value.reshape(self.log_prices.shape))
+        self._is_restored = True
 
 
 def is_state(state: object, count: int) -> bool:

@@ -138,3 +138,19 @@ def test_steps_weigh_by_what_could_be_lost():
             feedback.move(lost, ONE, ALLOWED)
     # By weight, the loss over all rows is what is allowed.
     assert sum(far[-10:]) / 10 == pytest.approx(0.05 * 1.09, abs=0.006)
+
+
+@pytest.mark.parametrize("sequences", [64, 1])
+def test_a_run_goes_on_with_fewer_sequences_a_step(sequences):
+    """All of their rows count, as before: prices follow as fast."""
+    of_64 = 64 * ONE
+    feedback = feedback_at(0.25, (1,))
+    for _ in range(50):
+        feedback.move(answer(feedback.log_prices, at=1.0) * of_64, of_64, ALLOWED)
+    resumed = feedback_at(0.25, (1,))
+    resumed.restore(feedback.state())
+    # Longer ones lose more.
+    for _ in range(5):
+        lost = answer(resumed.log_prices)
+        resumed.move(lost * sequences, ONE * sequences, ALLOWED)
+    assert answer(resumed.log_prices) < ALLOWED + 0.02
