@@ -31,7 +31,7 @@ from .document_options import check_documents, fill_in_documents
 from .layer_pattern import layers_with_attention
 from .loss_options import check_loss, why_not
 from .options import FILLED_IN, add_arguments, attribute, config_from_args
-from .rotary_options import check_rotary_options
+from .rotary_options import check_left_out, check_rotary_options
 from .windows import check_window_layers, has_window
 from .wrapping import EndOfRun, log, log_replaced
 
@@ -286,6 +286,19 @@ def wrap_validate_args(original):
         return result
 
     return validate_args
+
+
+def wrap_load_args_from_checkpoint(original):
+    """``load_args_from_checkpoint`` (``--use-checkpoint-args``) that refuses to leave positions out."""
+
+    def load_args_from_checkpoint(args, *others, **named):
+        found = original(args, *others, **named)
+        if is_active(args) and isinstance(found, tuple):  # there is a checkpoint
+            with _ending_the_run():
+                check_left_out(*found)
+        return found
+
+    return load_args_from_checkpoint
 
 
 def wrap_parse_args(original):

@@ -283,6 +283,13 @@ def live_changes() -> tuple[LiveChange, ...]:
         ),
         LiveChange(
             "megatron.training.checkpointing",
+            "load_args_from_checkpoint",
+            arguments.wrap_load_args_from_checkpoint,
+            "Refuses `--use-checkpoint-args` where it takes a checkpoint's kind of positions without their "
+            "scaling: Megatron would train on other positions than the checkpoint's.",
+        ),
+        LiveChange(
+            "megatron.training.checkpointing",
             "load_checkpoint",
             checkpoint.wrap_load_checkpoint,
             "Continues the step count of the checkpoint, which only this function returns.",

@@ -11,16 +11,28 @@ from ..config import ConfigError
 from .checks import show
 from .wrapping import log
 
+ROUNDS = "yarn_correction_range_round_to_int"
+OPTIONS = {
+    ROUNDS: "--no-yarn-correction-range-round-to-int", "layernorm_epsilon": "--norm-epsilon",
+}  # fmt: skip
+"""Options that are not named as their arguments are, if these are not the default."""
 OF_YARN = {
     "rotary_scaling_factor": 1.0,
     "yarn_original_max_position_embeddings": None,
     "yarn_beta_fast": None,
     "yarn_beta_slow": None,
-    "yarn_correction_range_round_to_int": None,
+    ROUNDS: None,
     "mscale": 1.0,
     "mscale_all_dim": 0.0,
 }
 """Options that Megatron-LM reads with YaRN only, and their defaults there."""
+UNSET = {
+    "yarn_original_max_position_embeddings": 4096,
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    ROUNDS: True,
+}
+"""What its models have without options of YaRN."""
 OF_ROPE = {
     "use_rope_scaling": False,
     "rotary_seq_len_interpolation_factor": None,
@@ -84,8 +96,13 @@ def pass_on(given: dict, args) -> None:
 
 
 def warn_of_other_positions(args, checkpoint_args) -> None:
-    """Say in the log where a run passes on what the checkpoint's run had dropped: its weights were trained
-    with other positions."""
+    """Say in the log where a run leaves out what the checkpoint's run had, or passes on what that had
+    dropped: its weights were trained with other positions."""
+    if missing := _left_out(args, checkpoint_args):
+        log(
+            f"warning: the run of the checkpoint had {missing}, and this one has not: the weights were "
+            "trained with them"
+        )
     for name, default in DROPPED.values():
         if hasattr(args, passed_on(name)) and not hasattr(checkpoint_args, passed_on(name)):
             log(
@@ -93,6 +110,38 @@ def warn_of_other_positions(args, checkpoint_args) -> None:
                 f"unless the weights were converted, they were trained "
                 f"{'without it' if default is None else f'with {default:g}'}; give that to go on as before"
             )
+
+
+def _left_out(args, checkpoint_args) -> str:
+    """The options of positions and norms that a checkpoint's run had, and this one has at their defaults."""
+    kind = getattr(checkpoint_args, "position_embedding_type", None)
+    read = {"yarn": OF_YARN, "rope": OF_ROPE | SCALING}.get(kind, {})
+    missing = []
+    for name, default in (read | {"layernorm_epsilon": 1e-5}).items():
+        there, here = (getattr(each, name, None) for each in (checkpoint_args, args))
+        default = UNSET.get(name, default)
+        if there not in (None, default) and here in (None, default):
+            shown = "" if isinstance(there, bool) else f" {show(there)}"
+            missing.append(OPTIONS.get(name, _option(name)) + shown)
+    return ", ".join(missing)
+
+
+def check_left_out(args, checkpoint_args) -> None:
+    """Refuse what ``--use-checkpoint-args`` leaves out: Megatron-LM takes a checkpoint's kind of positions
+    then, but not their scaling, nor the epsilon of its norms.
+
+    Args:
+        args: Megatron-LM's arguments, with those that it has taken.
+
+    Raises:
+        ConfigError: names the options that the checkpoint's run had, and this one has not.
+    """
+    if missing := _left_out(args, checkpoint_args):
+        raise ConfigError(
+            f"the run of the checkpoint had {missing}, which --use-checkpoint-args does not take from it, so "
+            "that the model would be another: give them, too (megatron_args.sh of a converted checkpoint has "
+            "all options)"
+        )
 
 
 def warn_of_dropped(given: dict, args) -> None:
@@ -138,9 +187,7 @@ def check_rotary_options(args) -> str | None:
         if value in (None, default):
             continue
         advice = f"leave it out, or use --position-embedding-type {reader}"
-        option = _option(name)
-        if name == "yarn_correction_range_round_to_int" and not value:
-            option = "--no-yarn-correction-range-round-to-int"
+        option = OPTIONS[name] if name == ROUNDS and not value else _option(name)
         given = option if isinstance(value, bool) else f"{option} {show(value)}"
         raise ConfigError(
             f"{given} is given, but --position-embedding-type is {kind}, which ignores it: {advice}"

@@ -3,7 +3,8 @@
 
 import pytest
 
-from megatron_mtraining.megatron.arguments import ArgumentsError
+from megatron_mtraining.megatron.arguments import ArgumentsError, wrap_load_args_from_checkpoint
+from megatron_mtraining.megatron.rotary_options import warn_of_other_positions
 from tests.support.megatron_cases import check, parse
 
 POSITIONS = [
@@ -79,3 +80,47 @@ def test_a_kind_of_positions_that_was_forgotten(kind, given, message):
 def test_a_factor_that_yarn_does_not_read():
     with pytest.raises(ArgumentsError, match="factor 4.0 .*use --rotary-scaling-factor"):
         check(parse(position_embedding_type="yarn", rope_scaling_factor=4.0))
+
+
+ROUNDS = "yarn_correction_range_round_to_int"
+YARN = dict(
+    position_embedding_type="yarn", rotary_scaling_factor=8.0, yarn_beta_fast=32.0,
+    yarn_correction_range_round_to_int=True, yarn_original_max_position_embeddings=128,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("saved", "given", "message"),
+    [
+        (YARN, {}, "-factor 8.0, --yarn-original-max-position-embeddings 128, which --use-check"),
+        (YARN, YARN, None),
+        (YARN, {**YARN, "rotary_scaling_factor": 16.0}, None),  # it extends further
+        (YARN | {ROUNDS: False}, YARN | {ROUNDS: None}, f"had --no-{ROUNDS.replace('_', '-')}, which"),
+        (dict(use_rope_scaling=True, rope_scaling_factor=32.0), {},
+         "--use-rope-scaling, --rope-scaling-factor 32.0, which"),
+        (dict(layernorm_epsilon=1e-6), {}, "had --norm-epsilon 1e-06, which"),
+        ({}, {}, None),
+    ],
+)  # fmt: skip
+def test_what_use_checkpoint_args_leaves_out(saved, given, message):
+    """Megatron takes the kind of positions from the checkpoint, and the base."""
+    saved = parse(**{"position_embedding_type": "rope", "layernorm_epsilon": 1e-5, **saved})
+    args = parse(**{"layernorm_epsilon": 1e-5, **given})
+    load = wrap_load_args_from_checkpoint(lambda args: (args, saved))
+    if message is None:
+        load(args)
+    else:
+        with pytest.raises(ArgumentsError, match=message):
+            load(args)
+
+
+def test_a_run_that_goes_on_without_them_is_warned(capsys):
+    warn_of_other_positions(parse(), parse(**YARN))
+    assert "the checkpoint had --rotary-scaling-factor 8.0, --yarn-orig" in capsys.readouterr().out
+    warn_of_other_positions(parse(**YARN), parse(**YARN))
+    assert not capsys.readouterr().out
+
+
+def test_use_checkpoint_args_without_a_checkpoint():
+    args = parse()
+    assert wrap_load_args_from_checkpoint(lambda args: args)(args) is args
