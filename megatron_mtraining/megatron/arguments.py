@@ -30,7 +30,7 @@ from .checks import check_settings, inner_group_size, warning_of_loss
 from .document_options import check_documents, fill_in_documents
 from .layer_pattern import layers_with_attention
 from .loss_options import check_loss, why_not
-from .options import FILLED_IN, add_arguments, attribute, config_from_args
+from .options import FILLED_IN, add_arguments, attribute, batch_of, config_from_args
 from .rotary_options import check_left_out, check_rotary_options
 from .windows import check_window_layers, has_window
 from .wrapping import EndOfRun, log, log_replaced
@@ -199,7 +199,7 @@ def _checked(args) -> tuple[MTrainingConfig, str | None]:
     check_loss(args, config.loss_chunk, command_line=True)
     if config.steps is not None and hasattr(args, "train_iters"):
         length_of(args)  # a plan of memory has none
-    seq_length = args.seq_length or getattr(args, "encoder_seq_length", None)
+    seq_length, batch = batch_of(args)
     layers, heads = getattr(args, "num_layers", None), args.num_attention_heads
     check_settings_file(config, layers, heads, _layers_with_pattern(args) if layers else None)
     size = args.context_parallel_size
@@ -209,7 +209,6 @@ def _checked(args) -> tuple[MTrainingConfig, str | None]:
         if config.backward_threshold and heads:
             # Megatron's validation, which is yet to come, refuses sizes that do not divide.
             tensor = getattr(args, "tensor_model_parallel_size", None) or 1
-            batch = getattr(args, "micro_batch_size", None) or 1
             own = max(heads // tensor, 1)
             check_entries(own, batch, seq_length // size, config.block_size, size, inner)
         check_balance(args, config)

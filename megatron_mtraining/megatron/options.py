@@ -83,13 +83,22 @@ class _HelpAll(argparse.Action):
         parser.exit()
 
 
+def batch_of(args) -> tuple[int | None, int]:
+    """Tokens of a sequence, None if nothing says, and sequences of a micro-batch, as attention has them."""
+    length = getattr(args, "seq_length", None) or getattr(args, "encoder_seq_length", None)
+    batch = getattr(args, "micro_batch_size", None) or 1
+    if length is not None and getattr(args, "dataloader_inter_document_masking", False):
+        return length * batch, 1  # they become documents of one sequence
+    return length, batch
+
+
 def config_from_args(args) -> MTrainingConfig:
     """The settings in Megatron's arguments, whether filled in yet or not.
 
     Filled-in arguments hold the content of the settings file, which is not read again: it may change during a
     run.
     """
-    seq_length = getattr(args, "seq_length", None) or getattr(args, "encoder_seq_length", None)
+    seq_length, _ = batch_of(args)
     values = {}
     for each in OPTIONS:
         value = getattr(args, attribute(each.name), None)

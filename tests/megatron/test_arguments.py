@@ -77,6 +77,14 @@ def test_defaults_fit_a_short_sequence_but_given_values_must():
         check(parse("--mtraining-vertical", "1000", seq_length=512))
 
 
+def test_defaults_fit_the_sequence_that_a_batch_becomes():
+    joined = dict(seq_length=512, dataloader_inter_document_masking=True, micro_batch_size=4)
+    check(args := parse(**joined))
+    assert args.mtraining_vertical_cap == 2048
+    check(args := parse("--mtraining-slash", "all", **joined))
+    assert config_from_args(args).keeps_all(2048)
+
+
 def test_files_are_checked_before_training(tmp_path):
     budgets = tmp_path / "budgets.json"
     heads = {str(head): ["vertical_and_slash", 1000, 6096, 0.9] for head in range(8)}
