@@ -169,6 +169,14 @@ def test_sequences_of_one_token_and_of_one_picture(rows, tokens):
     assert starts.documents.start[0].unique().tolist() == [0, 40, 41, 105, 169]
 
 
+def test_layers_that_share_keys_have_all_queries():
+    """Gemma 4 slices masks for them, to all tokens if logits_to_keep is 0."""
+    mask = PatternMask({})
+    assert mask[:, :, 0:, :] is mask
+    with pytest.raises(ConfigError, match="logits_to_keep is given"):
+        mask[:, :, -1:, :]
+
+
 def test_a_cache_is_not_continued_by_packed_sequences(tokens):
     ours = with_pattern(small_model(num_hidden_layers=1), DENSE).eval()
     numbers = torch.ones_like(tokens[:1])
