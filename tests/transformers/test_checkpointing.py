@@ -21,9 +21,22 @@ from tests.support.transformers_cases import (
 pytest.importorskip("transformers")
 
 
+@pytest.fixture
+def calls(monkeypatch):
+    """What each call of attention was given of a first run, or None."""
+    found, original = [], checkpointing.attend
+
+    def spy(*args, saved=None, **kwargs):
+        found.append(saved)
+        return original(*args, saved=saved, **kwargs)
+
+    monkeypatch.setattr(checkpointing, "attend", spy)
+    return found
+
+
 @pytest.mark.parametrize("kind", ("llama", "gpt_oss", "kept by settings"))
 @pytest.mark.parametrize("reentrant", (True, False), ids=("reentrant", "not reentrant"))
-def test_checkpointed_layers_attend_once(kind, reentrant, tokens, monkeypatch):
+def test_checkpointed_layers_attend_once(kind, reentrant, tokens, calls):
     """No bit changes, and a step counts once; in batches with padding too."""
     twice = kind == "kept by settings"
     config = replace(SPARSE, recompute_attention=twice)
@@ -39,50 +52,33 @@ def test_checkpointed_layers_attend_once(kind, reentrant, tokens, monkeypatch):
     batch = dict(input_ids=tokens, labels=tokens, attention_mask=mask)
     plain, means = loss_and_gradients(ours, **batch)[1], take_means(ours)
     ours.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
-    calls, original = [], checkpointing.attend
-
-    def spy(*args, saved=None, **kwargs):
-        calls.append(saved is None)
-        return original(*args, saved=saved, **kwargs)
-
-    monkeypatch.setattr(checkpointing, "attend", spy)
+    calls.clear()
     for _ in range(2):
         again = loss_and_gradients(ours, **batch)[1]
         for name, grad in plain.items():
             assert again[name].equal(grad), name
         torch.testing.assert_close(take_means(ours), means, rtol=0, atol=0, equal_nan=True)
-    assert (
-        calls.count(False) == (0 if twice else len(calls) / 2) and len(calls) == 2 * 2 * LAYERS * 2
-    )
+    taken = len(calls) - calls.count(None)
+    assert taken == (0 if twice else len(calls) / 2) and len(calls) == 2 * 2 * LAYERS * 2
 
 
-def test_other_settings_say_whether_layers_attend_once(tokens, monkeypatch):
+def test_other_settings_say_whether_layers_attend_once(tokens, calls):
     ours = with_pattern(small_model(), SPARSE)
     ours.gradient_checkpointing_enable()
-    calls, original = [], checkpointing.attend
-
-    def spy(*args, saved=None, **kwargs):
-        calls.append(saved is None)
-        return original(*args, saved=saved, **kwargs)
-
-    monkeypatch.setattr(checkpointing, "attend", spy)
     for twice in (False, True, False):
         configure(ours, replace(SPARSE, recompute_attention=twice))
         calls.clear()
         loss_and_gradients(ours, input_ids=tokens, labels=tokens)
-        assert calls.count(True) == (2 * LAYERS if twice else LAYERS)
+        assert calls.count(None) == (2 * LAYERS if twice else LAYERS)
 
 
 @pytest.mark.parametrize("reentrant", (True, False), ids=("reentrant", "not reentrant"))
-def test_what_offloads_activations_has_what_attention_found(reentrant, tokens, monkeypatch):
+def test_what_offloads_activations_has_what_attention_found(reentrant, tokens, calls):
     ours = with_pattern(small_model("llama"), replace(SPARSE, backward_threshold=3.0))
     ours.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
     plain = loss_and_gradients(ours, input_ids=tokens, labels=tokens)[1]
-    calls, packed, back, original = [], {}, [], checkpointing.attend
-
-    def spy(*args, saved=None, **kwargs):
-        calls.append(saved)
-        return original(*args, saved=saved, **kwargs)
+    packed, back = {}, []
+    calls.clear()
 
     def pack(tensor):
         packed[len(packed) + len(back)] = tensor.clone()
@@ -92,7 +88,6 @@ def test_what_offloads_activations_has_what_attention_found(reentrant, tokens, m
         back.append(packed.pop(number))
         return back[-1]
 
-    monkeypatch.setattr(checkpointing, "attend", spy)
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         again = loss_and_gradients(ours, input_ids=tokens, labels=tokens)[1]
     for name, grad in plain.items():
@@ -102,7 +97,7 @@ def test_what_offloads_activations_has_what_attention_found(reentrant, tokens, m
     assert {id(each) for each in second} <= {id(each) for each in back}
 
 
-def test_selective_checkpointing_runs_attention_twice(tokens):
+def test_selective_checkpointing_runs_attention_twice(tokens, calls):
     """It compares the operations of both runs."""
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -117,8 +112,10 @@ def test_selective_checkpointing_runs_attention_twice(tokens):
         use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, policy)
     )
     ours.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+    calls.clear()
     _, found = loss_and_gradients(ours, **batch)
     torch.testing.assert_close(found, expected)
+    assert calls == [None] * 2 * LAYERS
 
 
 def test_a_gradient_that_does_not_come_through_a_layers_output(tokens):
