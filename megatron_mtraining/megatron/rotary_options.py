@@ -12,10 +12,6 @@ from .checks import show
 from .wrapping import log
 
 ROUNDS = "yarn_correction_range_round_to_int"
-OPTIONS = {
-    ROUNDS: "--no-yarn-correction-range-round-to-int", "layernorm_epsilon": "--norm-epsilon",
-}  # fmt: skip
-"""Options that are not named as their arguments are, if these are not the default."""
 OF_YARN = {
     "rotary_scaling_factor": 1.0,
     "yarn_original_max_position_embeddings": None,
@@ -121,8 +117,7 @@ def _left_out(args, checkpoint_args) -> str:
         there, here = (getattr(each, name, None) for each in (checkpoint_args, args))
         default = UNSET.get(name, default)
         if there not in (None, default) and here in (None, default):
-            shown = "" if isinstance(there, bool) else f" {show(there)}"
-            missing.append(OPTIONS.get(name, _option(name)) + shown)
+            missing.append(_as_given(name, there))
     return ", ".join(missing)
 
 
@@ -160,6 +155,14 @@ def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def _as_given(name: str, value) -> str:
+    """An argument as a command line gives it."""
+    if name == ROUNDS and not value:
+        return "--no-" + ROUNDS.replace("_", "-")
+    option = "--norm-epsilon" if name == "layernorm_epsilon" else _option(name)
+    return option if isinstance(value, bool) else f"{option} {show(value)}"
+
+
 def check_rotary_options(args) -> str | None:
     """Refuse scalings of rotary positions that the chosen kind of position embedding ignores.
 
@@ -187,10 +190,9 @@ def check_rotary_options(args) -> str | None:
         if value in (None, default):
             continue
         advice = f"leave it out, or use --position-embedding-type {reader}"
-        option = OPTIONS[name] if name == ROUNDS and not value else _option(name)
-        given = option if isinstance(value, bool) else f"{option} {show(value)}"
         raise ConfigError(
-            f"{given} is given, but --position-embedding-type is {kind}, which ignores it: {advice}"
+            f"{_as_given(name, value)} is given, but --position-embedding-type is {kind}, which ignores it: "
+            f"{advice}"
         )
     if getattr(args, "hybrid_layer_pattern", None) and getattr(args, "use_rope_scaling", False):
         raise ConfigError(
@@ -199,9 +201,10 @@ def check_rotary_options(args) -> str | None:
         )
     _check_scaling(args, yarn)
     factor = getattr(args, "rotary_scaling_factor", None)
-    if not yarn or factor is None or not hasattr(args, "yarn_original_max_position_embeddings"):
+    name = "yarn_original_max_position_embeddings"
+    if not yarn or factor is None or not hasattr(args, name):
         return None
-    original = args.yarn_original_max_position_embeddings or 4096  # Megatron's default
+    original = getattr(args, name) or UNSET[name]
     if args.seq_length is None or args.seq_length <= factor * original:
         return None
     return (

@@ -317,13 +317,13 @@ class PatternMask:
 
 def _restarts(position_ids: Tensor) -> Tensor:
     """Where positions do not increase, of all tokens but the first: bool ``[b or 1, s - 1]``."""
-    if position_ids.dim() == 3 and len(position_ids) == 3:  # time, height and width
+    # [3, b, s] are of time, height and width, [4, b, s] of text first.
+    first = position_ids[0] if position_ids.dim() == 3 else position_ids
+    before, after = first[:, :-1], first[:, 1:]
+    if position_ids.dim() == 3 and len(position_ids) == 3:
         # Tokens of a picture share a time. A sequence of one token, or picture, begins and ends at 0.
-        time = position_ids[0]
-        return (time[:, 1:] < time[:, :-1]) | (position_ids[..., 1:] == 0).all(0)
-    if position_ids.dim() == 3:  # [4, b, s], of text first
-        position_ids = position_ids[0]
-    return position_ids[..., 1:] <= position_ids[..., :-1]
+        return (after < before) | (position_ids[..., 1:] == 0).all(0)
+    return after <= before
 
 
 def _new_numbers(name: str, numbers: Tensor, inside: Tensor) -> Tensor:

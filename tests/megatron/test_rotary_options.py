@@ -4,7 +4,7 @@
 import pytest
 
 from megatron_mtraining.megatron.arguments import ArgumentsError, wrap_load_args_from_checkpoint
-from megatron_mtraining.megatron.rotary_options import warn_of_other_positions
+from megatron_mtraining.megatron.rotary_options import ROUNDS, warn_of_other_positions
 from tests.support.megatron_cases import check, parse
 
 POSITIONS = [
@@ -82,10 +82,9 @@ def test_a_factor_that_yarn_does_not_read():
         check(parse(position_embedding_type="yarn", rope_scaling_factor=4.0))
 
 
-ROUNDS = "yarn_correction_range_round_to_int"
 YARN = dict(
     position_embedding_type="yarn", rotary_scaling_factor=8.0, yarn_beta_fast=32.0,
-    yarn_correction_range_round_to_int=True, yarn_original_max_position_embeddings=128,
+    **{ROUNDS: True}, yarn_original_max_position_embeddings=128,
 )  # fmt: skip
 
 

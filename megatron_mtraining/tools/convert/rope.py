@@ -10,13 +10,13 @@ from ...errors import ConfigError
 from ...models.megatron_gpt import interpolation_factor, rope_scaling_factor
 from .fields import required
 
+ORIGINAL = "original_max_position_embeddings"
 LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
+    ORIGINAL: 8192,
 }
 """The constants of Megatron's --use-rope-scaling."""
-ORIGINAL = "original_max_position_embeddings"
 DEFAULT_BASE = 10000.0
 """transformers' rope_theta where config.json has none (Llama 2's), for all supported families."""
 YARN_ARGUMENTS = {
@@ -75,7 +75,7 @@ def arguments_of(config: dict, file: Path) -> dict:
         found |= dict(use_rope_scaling=True, rope_scaling_factor=_factor(rope, file))
     elif kind == "yarn":
         factor = _factor(rope, file)
-        original = rope.pop("original_max_position_embeddings", None) or length
+        original = rope.pop(ORIGINAL, None) or length
         expected = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
         attention = rope.pop("attention_factor", None)
         if attention is not None and abs(attention - expected) > 1e-6:
@@ -95,7 +95,7 @@ def arguments_of(config: dict, file: Path) -> dict:
         if all(scales) and attention is None:
             found |= dict(zip(("mscale", "mscale_all_dim"), scales))
     elif kind == "default":  # transformers keeps some fields that have no meaning here
-        rope.pop("original_max_position_embeddings", None)
+        rope.pop(ORIGINAL, None)
         rope.pop("factor", None)
     else:
         raise ConfigError(f"{file}: rope_type is {kind}; default, yarn and llama3 can be converted")
